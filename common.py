@@ -1,0 +1,499 @@
+"""What every script shares: options, seeds, files that are whole or absent, run directories, checkpoints, processes.
+
+    config = defaults < preset < flags               one dataclass per script
+    seed   = H(run seed, task, index, ...)           no global random state: nothing depends on the order of a batch
+    resume : N steps == k steps, kill, N - k steps   bit for bit, the kill at any moment
+
+A training script reads
+
+    config = parse(Config, PRESETS, argv, __doc__)
+    ranks = dist()                                   # one process, or one of many under torchrun
+    run = Run(config.out, config, config.resume, base=f"runs/rl-{config.config}", ranks=ranks)
+    if run.start:                                    # steps that the newest checkpoint has done, 0 in a fresh run
+        step, model_dir, state = load_checkpoint(run.dir, ranks)
+    with Stop(ranks) as stop:                        # the first Ctrl-C lets the step end and be saved
+        for step in range(run.start + 1, config.steps + 1):
+            ...
+            run.log(step, loss=loss)                 # before the save: a resume keeps the rows up to its checkpoint
+            last = stop.requested or step == config.steps
+            if last or step % config.save_every == 0:
+                save_checkpoint(run.dir, step, write_model, state, ranks)
+            if last:
+                break
+
+and ends with `if __name__ == "__main__": cli(main)`. Import this module before torch, for the two variables below.
+PyTorch itself is imported inside the functions that need it: a command that touches no tensor starts at once.
+"""
+
+import argparse
+import atexit
+import dataclasses
+import difflib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import types
+import typing
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import MISSING
+from functools import partial
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any, TypeVar
+
+# Waiting OpenMP threads spin. On shared cores the spinner takes the core from the very thread it waits for, and all is
+# up to ten times slower. The runtimes read these once, when torch is loaded; a value that the user has set stays.
+os.environ.setdefault("KMP_BLOCKTIME", "0")  # Intel's and LLVM's runtime
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # GNU's runtime
+
+T = TypeVar("T")
+KEEP = 2  # checkpoints kept: the newest, and one to go back to should a disk have spoiled it
+FREE_ON_RESUME = {"out", "resume", "steps", "save_every", "device"}  # may change; anything else makes another run
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)  # the user's to mend, not ours
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+class BadInput(Exception):
+    """The user can mend it. The message is one line: what is wrong, where, and what would be right."""
+
+
+def cli(main: Callable[[list[str]], int | None]) -> None:
+    """Run `main(argv)` and exit with what it returns; one line and 2 for bad input or a full disk, 130 for ^C."""
+    name = Path(sys.argv[0]).name
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:  # `python harness.py show | head`; what is still buffered has no reader either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt as error:
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+    except (BadInput, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in DISK:
+            raise
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def closest(word: str, options: Iterable[str]) -> str:
+    """The tail of an error message: `; did you mean X?` if one of `options` looks like `word`, else nothing."""
+    match = difflib.get_close_matches(word, list(options), n=1)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+def option(default: Any, help: str, **limits: float) -> Any:
+    """A field of a Config: default, help text and, for numbers, `min=` and `max=`."""
+    return dataclasses.field(default=default, metadata={"help": help, **limits})
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise BadInput(message.removeprefix("argument "))
+
+
+def parse(Config: type[T], presets: dict[str, dict], argv: list[str], description: str = "") -> T:
+    """Make a `Config` (a dataclass) from its defaults < `presets[name]` (a dict) < the flags in `argv`.
+
+    `steps: int = option(30, "optimizer steps", min=1)` is `--steps 30`; a bool `--x` / `--no-x`; a Literal a choice; a
+    tuple or list `1,2,3`; `float | None` also takes `none`. `_` and `-` are one. `--config NAME` picks the preset, by
+    default that of the field `config`, or `small`. BadInput for what is unknown, missing or of a wrong value; `--help`
+    prints all options with their values under the chosen preset and exits 0.
+    """
+    fields, kinds = dataclasses.fields(Config), typing.get_type_hints(Config)
+    flags = {f.name: "--" + f.name.replace("_", "-") for f in fields if f.name != "config"}
+    values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields}
+    argv = [re.sub(r"^--[\w-]+", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+    look = {"usage": "%(prog)s [--option value ...]", "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser, first = (Parser(add_help=h, description=description, allow_abbrev=False, **look) for h in (True, False))
+    if presets:
+        names = " | ".join(presets)
+        for each in (first, parser):  # the preset first: --help shows its values
+            each.add_argument("--config", default=values.get("config", "small"), help=names, metavar="NAME")
+        name = first.parse_known_args(argv)[0].config
+        if name not in presets:
+            raise BadInput(f"--config: '{name}' is not one of {names}{closest(name, presets)}")
+        values |= presets[name]
+    for f in fields:
+        if f.name in flags:
+            kind, default = kinds[f.name], values[f.name]
+            value = {"type": partial(convert, kind=kind), "metavar": kind_name(kind)}
+            text = f"{f.metadata.get('help', '')} ({'required' if default is MISSING else f'default {default}'})"
+            parser.add_argument(
+                flags[f.name],
+                required=default is MISSING,
+                default=argparse.SUPPRESS,
+                help=text.replace("%", "%%"),
+                **({"action": argparse.BooleanOptionalAction} if kind is bool else value),
+            )
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        raise BadInput(f"unknown option {flag}{closest(flag, [*flags.values(), '--config']) or '; --help lists them'}")
+    values |= vars(known)
+    for f in fields:
+        value, low, high = values[f.name], f.metadata.get("min", -math.inf), f.metadata.get("max", math.inf)
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            raise BadInput(f"{flags[f.name]}: {value} is not within {low} .. {high}")
+    return Config(**{f.name: values[f.name] for f in fields})
+
+
+def convert(text: str, kind: Any) -> Any:
+    """One word of the command line as a value of the type `kind`."""
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        choices = {str(choice): choice for choice in inner}
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"'{text}' is not one of {kind_name(kind)}{closest(text, choices)}")
+        return choices[text]
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # X | None
+        return None if text == "none" else convert(text, next(k for k in inner if k is not type(None)))
+    if typing.get_origin(kind) in (tuple, list):
+        return typing.get_origin(kind)(convert(part.strip(), inner[0]) for part in text.split(",") if part.strip())
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if value != value:  # NaN is a float, and the right value of no option
+        raise argparse.ArgumentTypeError(f"'{text}' is not {kind_name(kind)}")
+    return value
+
+
+def kind_name(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(map(str, typing.get_args(kind)))
+    return str(kind).removeprefix("typing.") if typing.get_args(kind) else kind.__name__
+
+
+# ------------------------------------------------------------------------------------------------------ seeds and files
+
+
+def seed_of(*parts: Any) -> int:
+    """63-bit seed of `parts` (strings, numbers, None, lists of them) and of nothing else, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(json.dumps(parts).encode()).digest()[:8], "big") >> 1
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `path` whole or leave it as it was: a file beside it, flushed to the disk, renamed. Makes its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temp, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """`write_text` of indented JSON; raises ValueError for NaN, which JSON does not have."""
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file; BadInput names the file, and line and column of a fault."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8 (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+
+
+def code_version() -> str:
+    """Commit of this code, `+dirty` if tracked files differ from it; `unknown` outside a git checkout."""
+    git = "git describe --always --abbrev=12 --exclude=* --dirty=+dirty".split()
+    try:
+        return subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+# ------------------------------------------------------------------------------------------------ processes and signals
+
+
+@dataclasses.dataclass(frozen=True)
+class Dist:
+    """Rank `rank` of `world` processes on `device`. All ranks must call each method; alone, none does anything."""
+
+    rank: int = 0
+    world: int = 1
+    device: Any = "cpu"  # torch.device
+
+    @property
+    def group(self) -> Any:
+        import torch.distributed
+
+        return torch.distributed
+
+    def all_reduce_sum(self, tensor: Any) -> Any:
+        """Sum `tensor` over the ranks, in place, and return it."""
+        if self.world > 1:
+            self.group.all_reduce(tensor)
+        return tensor
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
+        box = [value]
+        if self.world > 1:
+            self.group.broadcast_object_list(box, device=self.device)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Is `flag` true on any rank?"""
+        flags = [flag] * self.world
+        if self.world > 1:
+            self.group.all_gather_object(flags, flag)
+        return any(flags)
+
+    def barrier(self) -> None:
+        self.any(False)
+
+
+ALONE = Dist()
+
+
+def dist(device: str | None = None) -> Dist:
+    """Join the process group that torchrun describes in the environment (NCCL on GPUs, else gloo), or stay alone.
+
+    `device` is "cpu" or "cuda"; None takes this rank's GPU if there are any. The group ends with the program.
+    """
+    import torch
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    rank, world, local = (int(os.environ.get(*item)) for item in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if kind == "cuda":
+        if local >= torch.cuda.device_count():
+            raise BadInput(f"process {local} has no GPU: {torch.cuda.device_count()} are visible; or use --device cpu")
+        torch.cuda.set_device(local)
+    if world > 1:
+        torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+        atexit.register(torch.distributed.destroy_process_group)
+    return Dist(rank, world, torch.device(kind, local) if kind == "cuda" else torch.device(kind))
+
+
+class Stop:
+    """`with Stop(ranks) as stop:` the first SIGINT or SIGTERM only sets `stop.requested`; the second aborts at once.
+
+    Leaving the block after a request raises KeyboardInterrupt: what would follow (evaluation, the next stage) is not
+    wanted any more. The ranks agree on `requested`, so all must read it at the same point, once a step.
+    """
+
+    def __init__(self, ranks: Dist = ALONE):
+        self.ranks, self.signal = ranks, 0
+
+    def __enter__(self) -> "Stop":
+        self.before = {number: signal.signal(number, self.catch) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def catch(self, number: int, frame: Any) -> None:
+        if self.signal:
+            raise KeyboardInterrupt(number)
+        self.signal = number
+        os.write(2, b"\nstopping after this step; once more aborts at once\n")  # print is not safe in a handler
+
+    @property
+    def requested(self) -> bool:
+        if self.ranks.any(self.signal > 0):
+            self.signal = self.signal or signal.SIGINT
+        return self.signal > 0
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        if self.signal and error is None:
+            raise KeyboardInterrupt(self.signal)
+
+
+# -------------------------------------------------------------------------------------------------------- run directory
+
+
+class Run:
+    """A run directory: config.json, metrics.jsonl (a row per step), log.txt (what was printed), checkpoints.
+
+    out     the directory; "" = the first free one of `base`, `base`-2, `base`-3, ... (to resume: the last that exists)
+    resume  go on from the newest checkpoint; rows after it and files that a kill has torn are removed
+    dir, start  the directory, and the step of that checkpoint (0 in a fresh run), on every rank; rank 0 alone writes
+
+    BadInput: a fresh start where files are, a resume where no run is or of a run with another config.
+    """
+
+    def __init__(self, out: str, config: Any, resume: bool = False, base: str = "runs/run", ranks: Dist = ALONE):
+        self.rank = ranks.rank
+        self.dir = ranks.share(find_run(out, base, resume) if self.rank == 0 else None)
+        self.start = max(map(step_of, checkpoints(self.dir)), default=0)
+        if self.rank == 0:
+            now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+            if resume:
+                self.rewind(now)
+            write_json(self.dir / "config.json", now | {"code_version": code_version()})
+            width = max(map(len, now))
+            options = (f"\n  {name:{width}}  {value}" for name, value in now.items())
+            self.say(f"{self.dir}, {f'resumed after step {self.start}' if resume else 'a new run'}{''.join(options)}")
+        ranks.barrier()
+
+    def rewind(self, now: dict) -> None:
+        saved = read_json(self.dir / "config.json")
+        for name in now.keys() - FREE_ON_RESUME:
+            if saved.get(name) != now[name]:
+                change = f"{name} was {saved.get(name)} and is now {now[name]}"
+                raise BadInput(f"{self.dir}: {change}; resume with the same options, or start another run")
+        remove_torn(self.dir)
+        path = self.dir / "metrics.jsonl"
+        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = (row for row in rows if row.endswith("\n"))  # a kill can tear the last one
+        write_text(path, "".join(row for row in whole if json.loads(row)["step"] <= self.start))
+
+    def log(self, step: int, **metrics: Any) -> None:
+        """Append a row to metrics.jsonl (NaN and infinity as null) and print `step 7 | loss 0.6931 | reward 0.5`."""
+        row = {"step": step, **metrics}
+        self.say(" | ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self.append("metrics.jsonl", json.dumps(row))  # ASCII: no byte of it can end a line or be half a character
+
+    def say(self, text: str) -> None:
+        """Print `text` and append it to log.txt."""
+        from tqdm import tqdm
+
+        self.append("log.txt", text)
+        if self.rank == 0:
+            tqdm.write(text)  # leaves a progress bar in one piece
+            sys.stdout.flush()
+
+    def append(self, name: str, line: str) -> None:
+        if self.rank == 0:
+            with open(self.dir / name, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def find_run(out: str, base: str, resume: bool) -> Path:
+    """The run to resume, or a new directory. Making it claims it: runs started side by side never share one."""
+    names = [Path(out)] if out else (Path(f"{base}-{n}" if n > 1 else base) for n in count(1))
+    if resume:
+        path = [Path(out or base), *takewhile(Path.exists, names)][-1]
+        if not (path / "config.json").exists():
+            raise BadInput(f"{path}: holds no run; start one without --resume")
+        return path
+    for path in names:
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+        if out and path.is_dir() and not any(path.iterdir()):
+            return path
+    raise BadInput(f"{out}: is not empty; --resume continues the run in it, another --out starts a new one")
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+# ckpt-000010/ holds model/, state-<rank>.pt, config.json and files.json (size and CRC of each file). The
+# directory appears under this name by one rename, when all of it has reached the disk.
+
+
+def save_checkpoint(run_dir: Path, step: int, write_model: Callable, state: dict, ranks: Dist = ALONE) -> Path:
+    """Save the state after `step` steps and drop all but the newest two checkpoints. All ranks must call it.
+
+    write_model(dir) writes model and tokenizer into the new `dir`, on rank 0 only; `state` is each rank's own: tensors,
+    numbers, strings and containers of them (optimizer, RNG, cursor). On any failure, a full disk (BadInput) among
+    them, what was there before stays.
+    """
+    import torch
+
+    path = Path(run_dir) / f"ckpt-{step:06d}"
+    if path.exists():  # a run resumed at its last step: the same state, by the promise of resume
+        return path
+    temp = path.with_name(path.name + ".tmp")
+    ranks.barrier()
+    try:
+        if ranks.rank == 0:
+            remove_torn(run_dir)
+            (temp / "model").mkdir(parents=True)
+            write_model(temp / "model")
+        ranks.barrier()
+        with open(temp / f"state-{ranks.rank}.pt", "wb") as file:  # torch's own writer hides why it fails
+            torch.save(state, file)
+        ranks.barrier()
+        if ranks.rank == 0:
+            seal(temp)
+            os.replace(temp, path)
+            fsync(path.parent)
+            for old in checkpoints(run_dir)[:-KEEP]:
+                os.replace(old, old.with_name(old.name + ".tmp"))  # half removed, it must not look whole
+            remove_torn(run_dir)
+    except BaseException as error:
+        shutil.rmtree(temp, ignore_errors=True)
+        if "No space left" in str(error):  # OSError here, RuntimeError or SafetensorError when a library wrote
+            raise BadInput(f"{path}: no space left on the disk; the checkpoints before it are whole") from error
+        raise
+    ranks.barrier()
+    return path
+
+
+def load_checkpoint(run_dir: str | Path, ranks: Dist = ALONE) -> tuple[int, Path, dict]:
+    """(step, model directory, this rank's state) of the newest checkpoint; BadInput names a file that is damaged."""
+    import torch
+
+    if not (found := checkpoints(run_dir)):
+        raise BadInput(f"{run_dir}: no checkpoint")
+    path = found[-1]
+    files = read_json(path / "files.json")
+    for name in files if ranks.rank == 0 else ():  # one rank reads all of it; the others could say nothing else
+        if not (path / name).is_file() or fingerprint(path / name) != files[name]:
+            raise BadInput(f"{path / name}: missing or damaged; remove {path} to go on from the one before it")
+    saved = sum(name.startswith("state-") for name in files)
+    if saved != ranks.world:
+        raise BadInput(f"{path}: saved by {saved} processes, cannot be resumed by {ranks.world}")
+    return step_of(path), path / "model", torch.load(path / f"state-{ranks.rank}.pt", "cpu", weights_only=True)
+
+
+def checkpoints(run_dir: str | Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted((path for path in Path(run_dir).glob("ckpt-*") if path.name[5:].isdigit()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name[5:])
+
+
+def remove_torn(run_dir: str | Path) -> None:
+    """Remove what a kill left half written. For the run's owner only: a reader must not touch a save under way."""
+    for path in Path(run_dir).glob("*.tmp"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def seal(path: Path) -> None:
+    """Add config.json and files.json to a finished checkpoint and push everything to the disk."""
+    if (config := path.parent / "config.json").exists():
+        shutil.copy(config, path)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    write_json(path / "files.json", {str(file.relative_to(path)): fingerprint(file) for file in files})
+    for each in (*path.rglob("*"), path):
+        fsync(each)
+
+
+def fingerprint(path: Path) -> list[int]:
+    """[size, CRC-32]: finds a truncated, swapped or flipped file at the speed of the disk."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            crc = zlib.crc32(chunk, crc)
+    return [path.stat().st_size, crc]
+
+
+def fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)  # open() takes no directories
+    os.fsync(handle)
+    os.close(handle)

@@ -1,0 +1,351 @@
+"""Pre-trains the base model of the small world from scratch: general instructions, then dialogues under random harnesses.
+
+    loss = - sum_t m_t log p(y_t | y_<t) / sum_t m_t        m_t = 1 on what an assistant says (one denominator per step)
+
+A base must be able to *read* a harness without knowing any: every dialogue shows another one, with its own names, descriptions,
+order, headings and rule values. Copying unfamiliar names is the slow part, so the first `warm` steps are mostly short look-up and
+copy tasks; the decay of the learning rate matters as much as the steps (most of the accuracy comes in its last quarter).
+
+Samples are made once by worker processes and kept in a cache file; a step is `micro` micro-batches of about `tokens` tokens, each
+of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as packing on a CPU, and
+no mask). Left out: packing, mixture schedules, any text that was not generated here.
+
+    python data/make_base.py                         # data/base-small; about 55 minutes on two CPU cores, minutes on a GPU
+    python data/make_base.py --resume                # go on after a stop
+    python data/make_base.py --config tiny           # seconds, for tests
+"""
+
+import copy
+import dataclasses
+import hashlib
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import common  # noqa: E402  before torch: it sets the thread variables
+import model as policies  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from transformers import GenerationConfig, PreTrainedTokenizerFast  # noqa: E402
+
+from chat import Codec, Message  # noqa: E402
+from common import BadInput, Stop, cli, option, parse, seed_of  # noqa: E402
+from data import general, random_harness  # noqa: E402
+
+
+@dataclass
+class Config:
+    config: str = option("small", "preset")
+    out: str = option(str(ROOT / "data" / "base-small"), "finished model; its tokenizer must already lie there")
+    run: str = option(str(ROOT / "runs" / "base-small"), "checkpoints and metrics")
+    cache: str = option(str(ROOT / "runs" / "base-samples"), "made samples, kept between runs")
+    resume: bool = option(False, "go on from the last checkpoint")
+    seed: int = option(0, "of weights, samples and their order")
+    # model
+    hidden: int = option(128, "width")
+    layers: int = option(4, "decoder layers")
+    heads: int = option(4, "query heads of 32 dimensions")
+    kv_heads: int = option(2, "key and value heads")
+    ffn: int = option(384, "width of the MLP")
+    # data
+    copies: int = option(60000, "look-up and copy samples")
+    instructions: int = option(40000, "IFEval-like samples")
+    dialogues: int = option(40000, "trajectories, each under its own random harness; 0 leaves the simulator out")
+    held_out: int = option(96, "samples per source of the accuracy measurement")
+    max_length: int = option(1280, "tokens; longer samples are left out, and counted")
+    workers: int = option(2, "processes that make samples")
+    # training
+    steps: int = option(4500, "optimizer steps", min=1)
+    warm: int = option(800, "first steps, with warm_shares")
+    warm_shares: tuple[float, ...] = option((0.65, 0.1, 0.25), "of micro-batches: copy, ifeval, dialogue")
+    shares: tuple[float, ...] = option((0.08, 0.17, 0.75), "the same after the first `warm` steps")
+    micro: int = option(4, "micro-batches per step")
+    tokens: int = option(2560, "tokens per micro-batch, padding included")
+    lr: float = option(3e-3, "peak, after 50 steps; decays linearly to a tenth")
+    weight_decay: float = option(0.05, "of matrices")
+    clip: float = option(1.0, "gradient norm")
+    # bookkeeping
+    log_every: int = option(20, "steps between rows of losses")
+    eval_every: int = option(300, "steps between rows of held-out accuracy")
+    save_every: int = option(300, "steps between checkpoints")
+
+
+TINY = dict(hidden=64, heads=2, kv_heads=1, layers=2, ffn=128, copies=200, instructions=200, dialogues=40, held_out=8)
+TINY |= dict(steps=4, warm=2, micro=2, tokens=1280, log_every=1, eval_every=4, save_every=2, workers=1)
+PRESETS = {"small": {}, "tiny": TINY}
+SOURCES = ("copy", "ifeval", "dialogue")
+HELD_OUT = (*SOURCES, "original")  # accuracy is also measured under the original harness, which the base never sees
+LENGTHS = [*range(32, 129, 16), *range(160, 257, 32), *range(320, 1025, 64), 1280, 1536, 2048]
+SAID, THOUGHT = 1, 2  # mask values: public text and calls; reasoning, which is trained but not scored (its wording is free)
+
+# ------------------------------------------------------------------------------------------------------------------ data
+
+
+def make_sample(codec, source, seed, split):
+    """(ids, mask) of one sample of a source; mask 0 = environment. Everything follows from `seed`."""
+    rng = random.Random(seed)
+    if source in ("dialogue", "original"):
+        trajectory = random_harness.dialogue(codec, seed, split, original=source == "original")
+        return trajectory.ids, [m * (1 + t) for m, t in zip(trajectory.mask, trajectory.think, strict=True)]
+    kind = rng.choice(["lookup", "repeat"]) if source == "copy" else "ifeval"
+    example = general.sample(rng, split, kind)
+    prompt = codec.prompt([{"role": "user", "content": example["prompt"]}])
+    said = codec.render(Message(example["reasoning"], example["response"]))
+    return prompt + said, [0] * len(prompt) + [SAID + t for t in codec.think_mask(said)]
+
+
+def make_chunk(job):
+    """Worker: the samples `start .. stop` of one source as two flat arrays and their lengths."""
+    tokenizer, source, split, seed, start, stop = job
+    codec = Codec(Tokenizer.from_file(tokenizer))
+    pairs = [make_sample(codec, source, seed_of("base", seed, source, split, i), split) for i in range(start, stop)]
+    ids = np.concatenate([np.array(p[0], np.uint16) for p in pairs])
+    mask = np.concatenate([np.array(p[1], np.uint8) for p in pairs])
+    return ids, mask, [len(p[0]) for p in pairs]
+
+
+class Samples:
+    """Many (ids, mask) pairs as two flat arrays."""
+
+    def __init__(self, ids, mask, lengths):
+        self.ids, self.mask, self.ends = ids, mask, np.cumsum(lengths)
+        self.lengths = np.asarray(lengths)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def batch(self, indices, device):
+        """Rows `indices` padded on the right to one of LENGTHS: ids and mask, both (B, T) int64."""
+        width = padded(max(self.lengths[i] for i in indices))
+        ids, mask = np.zeros((2, len(indices), width), np.int64)
+        for row, i in enumerate(indices):
+            span = slice(self.ends[i] - self.lengths[i], self.ends[i])
+            ids[row, : self.lengths[i]], mask[row, : self.lengths[i]] = self.ids[span], self.mask[span]
+        return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)  # (B, T)
+
+    def groups(self, budget, seed):
+        """Endless micro-batches of indices: rows of like length, at most `budget` padded tokens, each sample once per epoch."""
+        rng = random.Random(seed)
+        while True:
+            order, batches = rng.sample(range(len(self)), len(self)), []
+            for start in range(0, len(order), 1024):  # sorting within a window keeps batches random enough
+                window = sorted(order[start : start + 1024], key=lambda i: (self.lengths[i], i))
+                group = []
+                for i in window:
+                    if group and (len(group) + 1) * padded(self.lengths[i]) > budget:
+                        batches.append(group)
+                        group = []
+                    group.append(i)
+                batches.append(group)
+            rng.shuffle(batches)
+            yield from batches
+
+
+def padded(length):
+    return next(n for n in LENGTHS if n >= length)
+
+
+def make_data(config):
+    """{(source, split): Samples}, from the cache when the same code and settings made it."""
+    counts = {("copy", "train"): config.copies, ("ifeval", "train"): config.instructions, ("dialogue", "train"): config.dialogues}
+    counts |= {(s, "test"): config.held_out for s in HELD_OUT if config.dialogues or s in ("copy", "ifeval")}
+    counts = {key: n for key, n in counts.items() if n}
+    tokenizer = Path(config.out) / "tokenizer.json"
+    if not tokenizer.exists():
+        raise BadInput(f"{tokenizer}: no tokenizer; run data/make_tokenizer.py first")
+    made_by = [tokenizer, *sorted(ROOT.glob("*.py")), Path(general.__file__), Path(random_harness.__file__)]
+    made_by += sorted(p for d in ("harness", "world") for p in (ROOT / "data" / d).rglob("*") if p.is_file())
+    names = {"chat.py", "harness.py", "sim.py", "general.py", "random_harness.py", "tokenizer.json"}
+    key = hashlib.sha256(repr((sorted(counts.items()), config.seed, config.max_length)).encode())
+    for path in made_by:
+        if path.name in names or "data" in path.parts:
+            key.update(path.read_bytes())
+    cache = Path(config.cache) / f"samples-{key.hexdigest()[:12]}.npz"
+    if not cache.exists():
+        generate(config, counts, str(tokenizer), cache)
+    stored = np.load(cache)
+    return {k: Samples(*(stored[f"{k[0]}.{k[1]}.{part}"] for part in ("ids", "mask", "lengths"))) for k in counts}
+
+
+def generate(config, counts, tokenizer, cache, chunk=100):
+    """Makes all samples in worker processes and writes the cache file."""
+    jobs = [
+        (tokenizer, source, split, config.seed, start, min(start + chunk, n))
+        for (source, split), n in counts.items()
+        for start in range(0, n, chunk)
+    ]
+    parts, dropped = {key: ([], [], []) for key in counts}, 0
+    with multiprocessing.get_context("spawn").Pool(config.workers) as pool:
+        for job, (ids, mask, lengths) in zip(jobs, tqdm(pool.imap(make_chunk, jobs), "samples x100", len(jobs)), strict=True):
+            keep = np.asarray(lengths) <= config.max_length
+            dropped += len(lengths) - int(keep.sum())
+            rows = np.repeat(keep, lengths)
+            for store, part in zip(parts[job[1], job[2]], (ids[rows], mask[rows], np.asarray(lengths)[keep]), strict=True):
+                store.append(part)
+    arrays = {}
+    for (source, split), stores in parts.items():
+        for part, store in zip(("ids", "mask", "lengths"), stores, strict=True):
+            arrays[f"{source}.{split}.{part}"] = np.concatenate(store)
+        lengths = arrays[f"{source}.{split}.lengths"]
+        share = np.mean(arrays[f"{source}.{split}.mask"] > 0)
+        print(f"{source} {split}: {len(lengths)} samples, mean length {lengths.mean():.0f}, longest {lengths.max()}, trained {share:.0%}")
+    print(f"{dropped} samples longer than {config.max_length} left out")
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    temp = cache.with_suffix(".tmp.npz")
+    np.savez(temp, **arrays)
+    os.replace(temp, cache)
+
+
+# ----------------------------------------------------------------------------------------------------------------- model
+
+
+def create(config):
+    """A new policy in float32 over the tokenizer that lies in `out`."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(config.out)
+    shape = {"hidden": config.hidden, "layers": config.layers, "heads": config.heads, "kv_heads": config.kv_heads}
+    return policies.create(tokenizer, **shape, ffn=config.ffn, seed=seed_of("base", "init", config.seed))
+
+
+def said_logits(model, ids, mask):
+    """Logits (N, V) float32, targets (N,) and mask values (N,) at the N positions that an assistant said."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]  # (B, T-1, H)
+        said = mask[:, 1:] > 0
+        logits = model.lm_head(hidden[said])  # the head runs on these positions only
+    return logits.float(), ids[:, 1:][said], mask[:, 1:][said]
+
+
+@torch.no_grad()
+def accuracy(model, samples, budget, device):
+    """(share of samples whose every scored token is the argmax given the true past, share of such tokens)."""
+    whole, right, total = 0, 0, 0
+    order = sorted(range(len(samples)), key=lambda i: samples.lengths[i])
+    while order:
+        n = max(1, budget // padded(samples.lengths[order[0]]))
+        take, order = order[:n], order[n:]
+        ids, mask = samples.batch(take, device)
+        logits, targets, kind = said_logits(model, ids, mask)
+        hit = (logits.argmax(-1) == targets) | (kind != SAID)
+        row = (mask[:, 1:] > 0).nonzero()[:, 0]  # (N,) which sample each position belongs to
+        whole += torch.ones(len(take), dtype=torch.bool, device=device).index_put((row[~hit],), torch.tensor(False, device=device)).sum().item()
+        right += (hit & (kind == SAID)).sum().item()
+        total += (kind == SAID).sum().item()
+    return whole / len(samples), right / total
+
+
+def write(policy, folder):
+    """The policy in bf16 with its tokenizer and generation defaults: a complete Hugging Face directory."""
+    policy = dataclasses.replace(policy, model=copy.deepcopy(policy.model).to("cpu", torch.bfloat16))
+    stop, pad = policy.codec.stop_ids, policy.tokenizer.pad_token_id
+    policy.model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=pad, do_sample=True)
+    policy.save(folder)
+
+
+def publish(policy, config):
+    """Write the finished model beside `out`, then swap the two directories."""
+    out = Path(config.out)
+    temp, old = out.with_name(out.name + ".tmp"), out.with_name(out.name + ".old")
+    for stale in (temp, old):
+        shutil.rmtree(stale, ignore_errors=True)
+    write(policy, temp)
+    out.rename(old)
+    temp.rename(out)
+    shutil.rmtree(old)
+
+
+# ------------------------------------------------------------------------------------------------------------------ loop
+
+
+def learning_rate(config, step):
+    warm = min(1.0, step / 50)
+    return config.lr * warm * (1 - 0.9 * (step - 1) / config.steps)
+
+
+def picks(config, sources, step):
+    """The sources of this step's micro-batches, drawn by their shares."""
+    shares = config.warm_shares if step <= config.warm else config.shares
+    weights = [share for source, share in zip(SOURCES, shares, strict=True) if source in sources]
+    return random.Random(seed_of("base", "mix", config.seed, step)).choices(sources, weights, k=config.micro)
+
+
+def train_step(model, optimizer, config, batches):
+    """One optimizer step over micro-batches [(source, ids, mask)]; returns {source: (loss sum, tokens)}."""
+    total, sums = sum(int((mask[:, 1:] > 0).sum()) for _, _, mask in batches), {}
+    for source, ids, mask in batches:
+        logits, targets, _ = said_logits(model, ids, mask)
+        loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        (loss / total).backward()
+        before = sums.get(source, (0.0, 0))
+        sums[source] = (before[0] + loss.item(), before[1] + len(targets))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return sums
+
+
+def main(argv):
+    config = parse(Config, PRESETS, argv, __doc__)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    run = common.Run(config.run, config, config.resume)
+    data = make_data(config)
+    sources = [s for s in SOURCES if (s, "train") in data]
+    policy = create(config)
+    model = policy.model.to(device).train()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]  # norms are not decayed
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights, {len(policy.tokenizer)} tokens, {device}")
+    start, drawn = 0, dict.fromkeys(sources, 0)  # drawn: micro-batches taken per source, the data cursor
+    if config.resume:
+        start, _, state = common.load_checkpoint(run.dir)
+        model.load_state_dict(state["model"])  # float32: the bf16 copy beside it is for use, not for training on
+        optimizer.load_state_dict(state["optimizer"])
+        drawn = state["drawn"]
+    streams = {s: data[s, "train"].groups(config.tokens, seed_of("base", "order", config.seed, s)) for s in sources}
+    for source in sources:
+        for _ in range(drawn[source]):
+            next(streams[source])
+
+    seen, clock, tokens = {}, time.time(), 0
+    bar = tqdm(range(start + 1, config.steps + 1), "base", config.steps, initial=start)
+    for step in bar:
+        batches = []
+        for source in picks(config, sources, step):
+            batches.append((source, *data[source, "train"].batch(next(streams[source]), device)))
+            drawn[source] += 1
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        for source, (loss, n) in train_step(model, optimizer, config, batches).items():
+            before = seen.get(source, (0.0, 0))
+            seen[source] = (before[0] + loss, before[1] + n)
+        tokens += sum(ids.numel() for _, ids, _ in batches)
+        if step % config.log_every == 0 or step == config.steps:
+            row = {f"loss_{s}": loss / n for s, (loss, n) in seen.items()}
+            run.log(step, **row, lr=learning_rate(config, step), tokens_per_s=tokens / (time.time() - clock))
+            bar.set_postfix({s: f"{v:.3f}" for s, v in row.items()})
+            seen, clock, tokens = {}, time.time(), 0
+        if step % config.eval_every == 0 or step == config.steps:
+            row = {}
+            for source in (s for s in HELD_OUT if (s, "test") in data):
+                row[f"whole_{source}"], row[f"token_{source}"] = accuracy(model, data[source, "test"], 4 * config.tokens, device)
+            run.log(step, **row)
+        if step % config.save_every == 0 or step == config.steps:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": drawn}
+            common.save_checkpoint(run.dir, step, lambda folder: write(policy, folder), state)
+    publish(policy, config)
+    print(f"{config.out}: {dataclasses.asdict(config)['steps']} steps")
+
+
+if __name__ == "__main__":
+    cli(main)

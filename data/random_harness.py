@@ -1,0 +1,280 @@
+"""Random harnesses for the base model's pre-training: other names, words, order, headings and rules in every dialogue.
+
+A base model has read thousands of harnesses and knows none. So each dialogue here stands under a harness of its own, derived
+from data/harness by ids, with names of many kinds that say nothing about the function (the description does), other
+descriptions, bodies, headings, formats, orders, limits and rule values. These pools are the base's alone; the
+original wording of data/harness is not among them.
+
+    python data/random_harness.py --seed 3        prints one random harness with an oracle dialogue in it
+"""
+
+import random
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from chat import Codec, Trajectory  # noqa: E402
+from common import seed_of  # noqa: E402
+from harness import Harness, Skill, Tool, assemble  # noqa: E402
+from sim import Faults, World, make_task, teach  # noqa: E402
+
+FAULTS = Faults(0.06, 0.05, 0.05)
+SLIP = 0.06
+VERBOSITY = (0.4, 0.35, 0.25)
+
+WORDS = (
+    "get query fetch find look read load check list show ask call use open pull product info link id inventory stock coupon shipping "
+    "search faq room state item price detail order goods data note page live store shop sale deal code card help guide step rule plan "
+    "reply answer talk chat small skill promo logistics after compare multi intent qa one two main fast plus core base node task job "
+    "alpha beta gamma delta sigma omega red blue green north south east west sun moon star river stone cloud tree leaf bird fish by of"
+).split()
+PINYIN = "cha kan jia ge ku cun huo pin fa you hui quan shang fu wu liao tian hui da bi duo wen ti ji neng zhi bo jian xin lian".split()
+SYLLABLES = [c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou"]
+HANZI = "天地玄黄宇宙洪荒日月星辰春夏秋冬东南西北甲乙丙丁山水风云金木火土梅兰竹菊松柏青白红蓝大小高低远近快慢新旧查看问答帮助"
+
+
+def random_name(rng: random.Random) -> str:
+    """A name of one of many kinds, without meaning."""
+    kind = rng.choices(["words", "pinyin", "pseudo", "camel", "code", "hanzi"], [5, 2, 3, 1, 1, 1])[0]
+    if kind == "words":
+        return "_".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 6])))
+    if kind == "pinyin":
+        return "_".join(rng.choice(PINYIN) for _ in range(rng.randint(1, 3)))
+    if kind == "pseudo":
+        return "_".join("".join(rng.choices(SYLLABLES, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3)))
+    if kind == "camel":
+        return rng.choice(WORDS) + "".join(rng.choice(WORDS).capitalize() for _ in range(rng.randint(1, 2)))
+    if kind == "code":
+        return rng.choice("abcdefgkmnptxyz") + str(rng.randint(0, 99))
+    return "".join(rng.choices(HANZI, k=rng.randint(2, 4)))
+
+
+VERBS = ["查", "查询", "看", "获取", "读取", "返回", "拿到", "问"]
+TOOLS = {
+    "get_product_info_by_link_id": [
+        "商品信息和价格",
+        "名称、价格和参数",
+        "商品详情",
+        "商品价格与属性",
+        "价格、颜色材质等规格",
+        "链接的详细资料",
+    ],
+    "get_inventory": ["库存", "还剩多少件", "库存数量", "有没有货", "剩余件数", "商品存货"],
+    "get_coupon": ["优惠券", "券和到手价", "优惠信息", "可用的券", "折扣和券后价", "商品优惠"],
+    "get_shipping": ["发货信息", "从哪发货、几小时发出", "物流时间", "发货城市和时效", "什么时候发货", "物流"],
+    "search_faq": ["常见问答", "商品问答和退货", "能不能用、能不能退", "问题库", "适用人群和退换", "使用问题与售后"],
+    "get_room_state": ["直播间状态", "当前活动", "直播间的促销", "满减和赠品活动", "房间活动信息", "全场活动"],
+    "load_skill": ["技能内容", "一个技能", "技能说明", "技能全文"],
+}
+SKILLS = {
+    "item_qa": ["商品问题", "介绍商品", "价格库存规格问答", "回答商品怎么样", "讲商品信息", "商品问答"],
+    "price_promo": ["优惠活动", "优惠和满减", "讲优惠券", "活动与折扣", "券和促销问题", "怎么更便宜"],
+    "logistics": ["物流问题", "发货时间", "讲发货", "快递和时效", "什么时候到", "配送问答"],
+    "after_sale": ["售后问题", "退货换货", "退换规则", "不合适怎么办", "售后服务", "退货问答"],
+    "small_talk": ["闲聊", "打招呼和夸奖", "聊天互动", "和观众寒暄", "欢迎和告别", "与商品无关的话"],
+    "compare": ["两个商品对比", "比价", "哪个更划算", "比较价格"],
+    "multi_intent": ["多个问题一起问", "合并的弹幕", "同时回答几个问题", "几条弹幕"],
+}
+PREFIX = {"reply": ["", "回复", "用于", "回答: "], "strategy": ["策略", "方法: ", "计划: ", "策略: "]}
+ABOUT = {
+    "item_qa": ["讲清楚是几号，价格报券后的。", "先说链接号，再说答案。", "报链接号和券后价。", "几号链接要说明白。"],
+    "price_promo": ["把优惠和券后价说明白。", "说有多少券、到手多少。", "优惠要讲全。"],
+    "logistics": ["说明发货城市和时间。", "讲从哪发、几小时发出。", "城市和时效都要说。"],
+    "after_sale": ["说明多少天能退。", "讲清退货天数。", "天数要说准。"],
+    "small_talk": [
+        "别讲商品。问好就欢迎，被夸就谢谢，告别就再见。",
+        "不聊商品，来的人说欢迎，夸奖说谢谢，走的人说再见。",
+    ],
+    "compare": [
+        "{tool:get_product_info_by_link_id}查两个商品，再用{skill:item_qa}说哪个便宜。",
+        "先对两个链接调用{tool:get_product_info_by_link_id}，比出低价，回复用{skill:item_qa}。",
+    ],
+    "multi_intent": ["每个问题都查，都回答，回复技能看第一条。", "逐条查完一起回答。用第一条对应的回复技能。"],
+}
+RULES = {
+    "closing": ["句尾加“{closing}”。", "最后一个字是“{closing}”。", "用“{closing}”收尾。", "末尾带“{closing}”。"],
+    "must_say": ["一定要提“{must_say}”。", "别忘了说“{must_say}”。", "要带上“{must_say}”。", "句中加“{must_say}”。"],
+    "must_not_say": ["禁止说“{must_not_say}”。", "不要讲“{must_not_say}”。", "不许提“{must_not_say}”。"],
+    "opening": ["先叫一声“{opening}”。", "第一个词是“{opening}”。", "用“{opening}”开头。"],
+}
+VALUES = {
+    "closing": list("哈哦呢呀啦哟嘛噢咯呐哒喔"),
+    "must_say": [
+        "看详情页",
+        "欢迎下单",
+        "先到先得",
+        "放心拍",
+        "记得关注",
+        "数量有限",
+        "喜欢就拍",
+        "问客服",
+        "以实际为准",
+        "点小黄车",
+        "看清规格",
+        "随时找我",
+    ],
+    "must_not_say": ["马上到", "最便宜", "一定有", "明天到", "随便退", "第一名"],
+    "opening": ["亲", "家人们", "朋友们", "姐妹们", "大家", "宝贝", "同学们", "亲爱的"],
+}
+P_RULE = {"closing": 0.85, "must_say": 0.35, "opening": 0.3, "must_not_say": 0.15}
+HEADS = ["# {}", "## {}", "【{}】", "{}:", "== {} ==", "[{}]"]
+TITLES = {
+    "rules": ["要求", "注意", "守则", "规定"],
+    "skills": ["可用技能", "技能列表", "本领", "技能表"],
+    "tools": ["可用工具", "工具列表", "接口", "函数"],
+    "room": ["商品", "链接", "房间", "在售"],
+}
+ROLES = [
+    "你是带货主播。",
+    "你是虚拟主播，回答观众。",
+    "你在直播卖货，查清楚再回答。",
+    "你是店铺的直播助手，回复要能念出来。",
+]
+LINES = [
+    ["要先加载回复技能再回复", "没加载回复技能不许回复", "回复之前加载一个技能"],
+    ["数字要有依据", "不能编数字", "所有数字都要查到"],
+    ["最多{max_reply_chars}字，只说纯文字", "回复控制在{max_reply_chars}字内", "长度上限{max_reply_chars}字"],
+    ["出错可以再试一次，没权限换别的工具，查不到就直说", "失败重试一次，不行就说暂时查不到"],
+]
+FORMATS = {
+    "skill": [
+        "- {name}: {description}",
+        "* {name} {description}",
+        "{name}：{description}",
+        "- {description} -> {name}",
+        "{name} | {description}",
+    ],
+    "tool": [
+        "- {signature}: {description}",
+        "* {signature} {description}",
+        "{signature}：{description}",
+        "- {description} -> {signature}",
+    ],
+    "link": [
+        "{link_id}号 {name}",
+        "{link_id}. {name}",
+        "[{link_id}] {name}",
+        "{link_id}号链接: {name}",
+        "{name} ({link_id}号)",
+    ],
+    "turn": ["{role}: {text}", "{role}说: {text}", "[{role}] {text}"],
+}
+CURRENT = [
+    "当前 {current_link_id}号",
+    "在讲{current_link_id}号",
+    "现在的链接: {current_link_id}号",
+    "讲到{current_link_id}号了",
+]
+REQUESTS = ["弹幕: {danmaku}", "观众说: {danmaku}", "问题: {danmaku}", "新弹幕\n{danmaku}"]
+PARAMS = {
+    "link_id": ["id", "item", "link", "no", "num", "lid"],
+    "topic": ["key", "query", "about"],
+    "skill": ["name", "which", "s"],
+}
+EXTRA_TOOLS = ["查天气", "发红包", "查主播资料", "换背景音乐", "查订单号", "统计人数", "翻译文字"]
+EXTRA_SKILLS = ["抽奖流程", "唱歌才艺", "开播问候词", "下播总结", "介绍店铺", "讲段子"]
+MESSAGES = {
+    "skill_loaded": ["还没有加载回复技能", "先加载技能再回复", "缺少回复技能"],
+    "fact_risk": ["“{detail}”查不到依据", "没有查到“{detail}”"],
+    "reply_length": ["太长了，最多{max_reply_chars}字", "超出{max_reply_chars}字"],
+}
+
+
+def random_harness(h: Harness, rng: random.Random) -> Harness:
+    """Another harness with the same functions: same ids, everything that is shown drawn anew."""
+    names: set[str] = set()
+
+    def name():
+        while (new := random_name(rng)) in names:
+            pass
+        names.add(new)
+        return new
+
+    tools = [_tool(t, name(), rng) for t in h.tools]
+    skills = [_skill(s, name(), rng) for s in h.skills]
+    if rng.random() < 0.3:
+        tools.append(Tool(f"extra_{len(names)}", name(), rng.choice(EXTRA_TOOLS), {"type": "object", "properties": {}}))
+    if rng.random() < 0.3:
+        skills.append(
+            Skill(
+                f"extra_{len(names)}",
+                name(),
+                rng.choice(EXTRA_SKILLS),
+                rng.choice(["reply", "strategy"]),
+                "按主播的话说。",
+            )
+        )
+    rng.shuffle(tools)
+    rng.shuffle(skills)
+    head = rng.choice(HEADS)
+    title = {k: head.format(rng.choice(v)) for k, v in TITLES.items()}
+    lines = [rng.choice(v) for v in LINES if rng.random() < 0.85]
+    rng.shuffle(lines)
+    bullet = rng.choice(["- ", "* ", "", "· "])
+    room = [title["room"], "{links}", rng.choice(CURRENT)]
+    if rng.random() < 0.3:
+        room = [room[2], room[0], room[1]]
+    blocks = {
+        "role": rng.choice(ROLES),
+        "rules": "\n".join([title["rules"], *(bullet + x for x in lines)]),
+        "skills": title["skills"] + "\n{skills}",
+        "tools": title["tools"] + "\n{tools}",
+        "room": "\n".join(room),
+        "request": "{history}\n" + rng.choice(REQUESTS),
+    }
+    system = ["rules", "skills", "tools", "room"]
+    rng.shuffle(system)
+    system.insert(0 if rng.random() < 0.7 else rng.randint(0, 4), "role")
+    hooks = [type(x)(**vars(x)) for x in h.hooks]
+    for hook in hooks:
+        hook.message = rng.choice(MESSAGES.get(hook.check, [hook.message]))
+    limits = type(h.limits)(**vars(h.limits) | {"max_reply_chars": rng.randint(70, 100)})
+    formats = {k: rng.choice(v) for k, v in FORMATS.items()}
+    return h.copy(tools=tools, skills=skills, blocks=blocks, system=system, hooks=hooks, limits=limits, formats=formats)
+
+
+def _tool(t: Tool, name: str, rng: random.Random) -> Tool:
+    properties, param_ids = {}, {}
+    for shown, schema in t.parameters["properties"].items():
+        new = rng.choice(PARAMS[shown]) if rng.random() < 0.2 else shown
+        properties[new], param_ids[new] = schema, t.param_ids[shown]
+    parameters = {**t.parameters, "properties": properties, "required": list(properties)}
+    return Tool(t.id, name, rng.choice(VERBS) + rng.choice(TOOLS[t.id]), parameters, param_ids)
+
+
+def _skill(s: Skill, name: str, rng: random.Random) -> Skill:
+    rules = {k: rng.choice(VALUES[k]) for k in VALUES if s.kind == "reply" and rng.random() < P_RULE[k]}
+    body = [rng.choice(ABOUT[s.id]), *(rng.choice(RULES[k]) for k in rules)]
+    if s.kind == "reply":
+        rng.shuffle(body)
+    description = rng.choice(PREFIX[s.kind]) + rng.choice(SKILLS[s.id])
+    return Skill(s.id, name, description, s.kind, rng.choice(["\n", ""]).join(body), rules)
+
+
+@cache
+def _world(split: str) -> World:
+    return World.load(ROOT / "data" / "world" / "zh.json", split)
+
+
+@cache
+def _original() -> Harness:
+    return Harness.load(ROOT / "data" / "harness")
+
+
+def dialogue(codec: Codec, seed: int, split: str = "train", original: bool = False) -> Trajectory:
+    """One oracle trajectory of the world's split under a random harness (or the original one, for measurement only)."""
+    rng = random.Random(seed_of("dialogue", seed))
+    h = _original() if original else random_harness(_original(), rng)
+    verbosity = rng.choices((0, 1, 2), VERBOSITY)[0]
+    return teach(h, make_task(_world(split), seed), codec, seed, FAULTS, verbosity=verbosity, slip=SLIP)
+
+
+if __name__ == "__main__":
+    seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
+    h = random_harness(_original(), random.Random(seed_of("dialogue", seed)))
+    task = make_task(_world("train"), seed)
+    for message in assemble(h, "\n".join(task.danmaku), task.context):
+        print(f"[{message['role']}]\n{message['content']}\n")

@@ -1,0 +1,760 @@
+"""The harness: Skills + Hooks + system-prompt pipeline + Tools, read from a directory, and the loop that obeys it.
+
+    normalise context -> assemble prompt -> (sample -> parse -> hooks -> tools)* -> extract reply -> dispatch
+
+`run` is the one loop of the project: training, evaluation and serving drive the same generator. It yields the delta
+to append to the context, is sent a sampled message, and returns a Trajectory; the engine drives thousands at once.
+
+On disk (the conventions its users already know):
+
+    harness.json            name, limits, prompt block order, item formats, fallback reply
+    skills/<name>/SKILL.md  Agent Skills: YAML front matter + Markdown body, disclosed only by load_skill
+    tools.json              OpenAI function schemas
+    hooks.json              [{"event", "matcher", "check", "params", "message"}]
+    prompt/*.md             blocks with {placeholders}
+
+Every skill, tool and parameter has a stable `id` (front matter metadata.id, "x-id" in tools.json; the name where
+absent) and a shown `name`. Everything but the model addresses ids, so nothing breaks when names change.
+In a SKILL.md body, a hook message or a block, {tool:ID} and {skill:ID} stand for the shown names and {key} for a
+rule value of metadata, so a text and the rule that is checked cannot drift apart.
+
+    python harness.py show [--harness DIR] [--seed 3]       the assembled prompt of one request, and the commit
+    python harness.py chat [--model DIR] [--seed 3]         type bullet comments against a room, watch every step
+    python harness.py trace FILE [--count 10]               browse stored rollouts (JSON lines), worst first
+
+Left out: hooks that call other models, parallel tool execution.
+"""
+
+import copy
+import hashlib
+import importlib
+import json
+import re
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import yaml
+
+from chat import REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, Turn, coerce
+from common import BadInput, cli, option, parse, read_json, write_json, write_text
+
+LOAD_SKILL = "load_skill"  # id of the one tool that the harness itself answers
+EVENTS = ("input", "tool_call", "tool_result", "reply")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a harness is made of
+
+
+@dataclass
+class Skill:
+    """One SKILL.md. rules: the checkable values of its body (closing, must_say, must_not_say, max_chars ...)."""
+
+    id: str
+    name: str
+    description: str
+    kind: Literal["reply", "strategy"] = "reply"
+    body: str = ""
+    rules: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Tool:
+    """One function. parameters: its JSON schema over *shown* parameter names; param_ids: shown name -> id."""
+
+    id: str
+    name: str
+    description: str
+    parameters: dict
+    param_ids: dict[str, str] = field(default_factory=dict)
+
+    def schema(self) -> dict:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    def signature(self) -> str:
+        """One compact line: name(key:type, optional?:type)."""
+        required = self.parameters.get("required", [])
+        properties = self.parameters.get("properties", {}).items()
+        listed = [f"{k}{'' if k in required else '?'}:{_kind(v)}" for k, v in properties]
+        return f"{self.name}({', '.join(listed)})"
+
+
+def _kind(schema: dict) -> str:
+    kind = schema.get("type", "any")
+    short = {"integer": "int", "string": "str", "boolean": "bool"}
+    return "|".join(schema["enum"]) if schema.get("enum") else short.get(kind, str(kind))
+
+
+@dataclass
+class Hook:
+    """One check at one event. matcher: regex over the tool id (tool events only). message: what the policy reads."""
+
+    event: str
+    check: str
+    matcher: str = ""
+    params: dict = field(default_factory=dict)
+    message: str = "{detail}"
+
+
+@dataclass
+class Limits:
+    max_turns: int = 6  # assistant messages in one rollout
+    max_retries: int = 2  # denials before the fallback reply
+    max_reply_chars: int = 60
+    max_input_chars: int = 200
+    max_state_tokens: int = 512  # sampled tokens in one assistant message
+    max_result_chars: int = 2000  # a longer tool result is cut, with a note
+    tool_timeout_s: float = 0.0  # 0: tools run in line (the simulator's are pure functions)
+
+
+@dataclass
+class Harness:
+    name: str
+    skills: list[Skill]
+    tools: list[Tool]
+    hooks: list[Hook]
+    blocks: dict[str, str]  # block name -> text with {placeholders}
+    system: list[str]  # block names of the system prompt, in order
+    user: str = "request"  # block name of the user message
+    limits: Limits = field(default_factory=Limits)
+    native_tools: bool = False  # True: the chat format's own JSON tool list; False: the {tools} lines of a block
+    formats: dict[str, str] = field(default_factory=dict)  # one line per skill, tool, product, history entry
+    fallback: str = ""
+
+    def __post_init__(self):
+        validate(self)
+
+    # -- identity
+
+    @cached_property
+    def commit(self) -> str:
+        """Content hash: the first 12 hex digits of SHA-256 over the canonical JSON of all that the policy can meet."""
+        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def copy(self, **changes) -> "Harness":
+        """A deep copy with some fields replaced, validated anew: how every other harness state is made."""
+        values = {f.name: changes.get(f.name, getattr(self, f.name)) for f in fields(self)}
+        return Harness(**copy.deepcopy(values))
+
+    def diff(self, other: "Harness") -> list[str]:
+        """What changed per module, a line each: '- skills/item_qa.name: item_qa -> answer'."""
+        lines = []
+
+        def walk(path, a, b):
+            if isinstance(a, dict) and isinstance(b, dict):
+                for key in [*a, *(k for k in b if k not in a)]:
+                    walk(f"{path}/{key}" if path else str(key), a.get(key), b.get(key))
+            elif a != b:
+                lines.append(f"- {path}: {_short(a)} -> {_short(b)}")
+
+        def by_id(h):
+            d = asdict(h)
+            for part in ("skills", "tools"):
+                d[part + ".order"] = [x["id"] for x in d[part]]
+                d[part] = {x["id"]: x for x in d[part]}
+            d["hooks"] = {f"{x['event']}.{x['check']}": x for x in d["hooks"]}
+            return d
+
+        walk("", by_id(self), by_id(other))
+        return lines
+
+    # -- names
+
+    def skill(self, id: str) -> Skill | None:
+        return next((s for s in self.skills if s.id == id), None)
+
+    def tool(self, id: str) -> Tool | None:
+        return next((t for t in self.tools if t.id == id), None)
+
+    def fill(self, text: str, values: dict[str, Any] | None = None) -> str:
+        """Replace {tool:ID}, {skill:ID} and the {keys} of values; every other brace stays as it is."""
+
+        def shown(found):
+            kind, _, id = found.group(1).partition(":")
+            if id and kind in ("tool", "skill"):
+                thing = self.tool(id) if kind == "tool" else self.skill(id)
+                return thing.name if thing else found.group(0)
+            return str(values[found.group(1)]) if values and found.group(1) in values else found.group(0)
+
+        return re.sub(r"\{([A-Za-z_][\w:.\-]*)\}", shown, text)
+
+    def skill_text(self, skill: Skill) -> str:
+        """The body as load_skill discloses it."""
+        return self.fill(skill.body, skill.rules)
+
+    # -- disk
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Harness":
+        """Read and validate a harness directory; BadInput names the file (and line) of the first fault."""
+        path = Path(path)
+        meta = read_json(path / "harness.json")
+        limits, known = meta.get("limits", {}), {f.name for f in fields(Limits)}
+        for key in set(limits) - known:
+            raise BadInput(f"{path / 'harness.json'}: unknown limit {key!r}; known: {', '.join(sorted(known))}")
+        for key in ("name", "system"):
+            if key not in meta:
+                raise BadInput(f"{path / 'harness.json'}: {key!r} is missing")
+        wanted = [*meta["system"], meta.get("user", "request")]
+        blocks = {b: _read_text(path / "prompt" / f"{_safe(b, path / 'harness.json')}.md").strip() for b in wanted}
+        keys = {k: meta[k] for k in ("user", "native_tools", "formats", "fallback") if k in meta}
+        try:
+            return cls(
+                name=meta["name"],
+                skills=[load_skill(d / "SKILL.md") for d in sorted((path / "skills").glob("*")) if d.is_dir()],
+                tools=[
+                    load_tool(t, f"{path / 'tools.json'}[{i}]") for i, t in enumerate(read_json(path / "tools.json"))
+                ],
+                hooks=[
+                    _load_hook(h, f"{path / 'hooks.json'}[{i}]") for i, h in enumerate(read_json(path / "hooks.json"))
+                ],
+                blocks=blocks,
+                system=meta["system"],
+                limits=Limits(**limits),
+                **keys,
+            )
+        except BadInput as e:
+            raise BadInput(str(e) if str(path) in str(e) else f"{path}: {e}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the directory so that load gives an equal harness (same commit)."""
+        path = Path(path)
+        meta = {"name": self.name, "system": self.system, "user": self.user, "limits": asdict(self.limits)}
+        meta |= {"native_tools": self.native_tools, "formats": self.formats, "fallback": self.fallback}
+        for name, text in self.blocks.items():
+            write_text(path / "prompt" / f"{name}.md", text + "\n")
+        for s in self.skills:
+            front = {"name": s.name, "description": s.description, "metadata": {"id": s.id, "kind": s.kind, **s.rules}}
+            head = yaml.safe_dump(front, allow_unicode=True, sort_keys=False)
+            write_text(path / "skills" / s.name / "SKILL.md", f"---\n{head}---\n{s.body}\n")
+        write_json(path / "tools.json", [_tool_to_json(t) for t in self.tools])
+        write_json(path / "hooks.json", [asdict(h) for h in self.hooks])
+        write_json(path / "harness.json", meta)  # last: a directory without it is not a harness
+
+
+def _short(value) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _safe(name: str, where) -> str:
+    if not re.fullmatch(r"[\w][\w.\-]*", str(name)) or ".." in name:
+        raise BadInput(f"{where}: {name!r} is no plain file name (letters, digits, _ and -)")
+    return name
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as e:
+        raise BadInput(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{path}: not UTF-8 (byte {e.start})") from None
+
+
+def load_skill(path: Path) -> Skill:
+    """One SKILL.md, by the Agent Skills rules. CRLF and a byte-order mark are fine; anything else wrong is refused."""
+    lines = _read_text(path).split("\n")
+    if lines[0].rstrip() != "---":
+        raise BadInput(f"{path}:1: no front matter: the file must start with a line ---")
+    end = next((i for i, line in enumerate(lines[1:], 1) if line.rstrip() == "---"), None)
+    if end is None:
+        raise BadInput(f"{path}:1: front matter is not closed by a line ---")
+    try:
+        front = yaml.safe_load("\n".join(lines[1:end]))
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        raise BadInput(f"{path}:{mark.line + 2 if mark else 2}: front matter is not valid YAML") from None
+    if not isinstance(front, dict):
+        raise BadInput(f"{path}:2: front matter must be a mapping with name and description")
+    name, description, metadata = front.get("name"), front.get("description"), front.get("metadata") or {}
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9]+([_-][a-z0-9]+)*", name) or len(name) > 64:
+        raise BadInput(f"{path}:2: name {name!r} must be 1-64 lowercase letters, digits, single - or _")
+    if name != path.parent.name:
+        raise BadInput(f"{path}:2: name {name!r} differs from its folder {path.parent.name!r}")
+    if not isinstance(description, str) or not 1 <= len(description) <= 1024:
+        raise BadInput(f"{path}:2: description must be a text of 1 to 1024 characters")
+    if not isinstance(metadata, dict):
+        raise BadInput(f"{path}:2: metadata must be a mapping")
+    rules = {str(k): v for k, v in metadata.items() if k not in ("id", "kind")}
+    kind = metadata.get("kind", "reply")
+    return Skill(str(metadata.get("id", name)), name, description, kind, "\n".join(lines[end + 1 :]).strip(), rules)
+
+
+def load_tool(data: dict, where: str = "tool") -> Tool:
+    """One OpenAI function schema, wrapped in {"type": "function"} or bare, with optional "x-id" keys."""
+    f = data.get("function", data) if isinstance(data, dict) else {}
+    if not isinstance(f, dict) or not isinstance(f.get("name"), str):
+        raise BadInput(f"{where}: a tool is {{'name', 'description', 'parameters'}}; there is no name")
+    parameters = copy.deepcopy(f.get("parameters") or {"type": "object", "properties": {}})
+    try:
+        jsonschema.Draft202012Validator.check_schema(parameters)
+        properties = parameters.setdefault("properties", {})
+        param_ids = {k: v.pop("x-id", k) if isinstance(v, dict) else k for k, v in properties.items()}
+    except (jsonschema.SchemaError, AttributeError) as e:
+        raise BadInput(f"{where}: parameters of {f['name']!r} are no JSON schema: {str(e).splitlines()[0]}") from None
+    return Tool(str(f.get("x-id", f["name"])), f["name"], str(f.get("description", "")), parameters, param_ids)
+
+
+def _tool_to_json(tool: Tool) -> dict:
+    data = copy.deepcopy(tool.schema())
+    if tool.id != tool.name:
+        data["function"]["x-id"] = tool.id
+    for shown, id in tool.param_ids.items():
+        if id != shown:
+            data["function"]["parameters"]["properties"][shown]["x-id"] = id
+    return data
+
+
+def _load_hook(data: dict, where: str) -> Hook:
+    if not isinstance(data, dict) or not {"event", "check"} <= set(data) <= {f.name for f in fields(Hook)}:
+        raise BadInput(f"{where}: a hook has event and check, and may have matcher, params, message")
+    return Hook(**data)
+
+
+def validate(h: Harness) -> None:
+    """Refuse at load what would fail at run: double names, unknown checks, bad limits, missing blocks, lost rules."""
+    for kind, things in (("skill", h.skills), ("tool", h.tools)):
+        for what in ("id", "name"):
+            values = [getattr(x, what) for x in things]
+            twice = sorted({v for v in values if values.count(v) > 1})
+            if twice:
+                raise BadInput(f"two {kind}s have the {what} {twice[0]!r}")
+    for s in h.skills:
+        if s.kind not in ("reply", "strategy"):
+            raise BadInput(f"skills/{s.name}: metadata.kind is {s.kind!r}; it must be reply or strategy")
+        for key in s.rules:
+            if f"{{{key}}}" not in s.body:
+                raise BadInput(f"skills/{s.name}: rule {key!r} of metadata is not shown: put {{{key}}} into the body")
+    for f in fields(Limits):
+        value, least = getattr(h.limits, f.name), 0 if f.name in ("max_retries", "tool_timeout_s") else 1
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            raise BadInput(f"limit {f.name} is {value!r}; it must be a number of at least {least}")
+    for hook in h.hooks:
+        if hook.event not in EVENTS:
+            raise BadInput(f"hook {hook.check!r}: event {hook.event!r} is none of {', '.join(EVENTS)}")
+        find_check(hook.check)
+        try:
+            re.compile(hook.matcher)
+        except re.error as e:
+            raise BadInput(f"hook {hook.check!r}: matcher {hook.matcher!r} is no regular expression: {e}") from None
+    for block in [*h.system, h.user]:
+        if block not in h.blocks:
+            raise BadInput(f"prompt block {block!r} is listed but there is no prompt/{block}.md")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checks: allow (None), Deny(detail) or Rewrite(value)
+
+
+@dataclass
+class Deny:
+    detail: str = ""
+
+
+@dataclass
+class Rewrite:
+    value: Any
+
+
+@dataclass
+class Moment:
+    """What a check sees: the subject of its event (input text, Call, result text or reply) and all that came before."""
+
+    harness: Harness
+    subject: Any
+    context: dict
+    danmaku: str = ""
+    tool: Tool | None = None  # the called tool, for tool events
+    loaded: list[Skill] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)  # (tool id, canonical arguments) that were executed
+    evidence: list[str] = field(default_factory=list)  # texts that ground a reply: context, request, results
+
+
+Check = Callable[..., Deny | Rewrite | None]
+
+
+def not_empty(m: Moment):
+    return None if str(m.subject).strip() else Deny("empty")
+
+
+def input_length(m: Moment):
+    limit = m.harness.limits.max_input_chars
+    return Rewrite(m.subject[:limit]) if len(m.subject) > limit else None
+
+
+def known_tool(m: Moment):
+    return None if m.tool else Deny(f"unknown tool {m.subject.name!r}")
+
+
+def valid_arguments(m: Moment):
+    if m.tool is None:
+        return None
+    schema = {"additionalProperties": False, **m.tool.parameters}
+    error = next(jsonschema.Draft202012Validator(schema).iter_errors(m.subject.arguments), None)
+    return Deny(error.message[:120]) if error else None
+
+
+def repeated_call(m: Moment, most: int = 2):
+    """The same call with the same arguments may be made `most` times: once, and once more after a fault."""
+    key = (m.tool.id, canonical(m.subject.arguments)) if m.tool else None
+    return Deny("repeated") if key and m.calls.count(key) >= most else None
+
+
+def skill_loaded(m: Moment, kind: str = "reply"):
+    return None if any(s.kind == kind for s in m.loaded) else Deny(kind)
+
+
+def reply_length(m: Moment):
+    limit = m.harness.limits.max_reply_chars
+    return Deny(f"{len(m.subject)}>{limit}") if len(m.subject) > limit else None
+
+
+def reply_format(m: Moment):
+    found = MARKUP.search(m.subject)
+    return Deny(found.group(0)[:20]) if found else None
+
+
+def forbidden_claims(m: Moment, words: tuple = ()):
+    word = next((w for w in words if w in m.subject), None)
+    return Deny(word) if word else None
+
+
+def fact_risk(m: Moment):
+    """Every number and Latin word of the reply must stand in the context, the request or a tool result."""
+    known = {w.lower() for text in m.evidence for w in _TERM.findall(text)}
+    word = next((w for w in _TERM.findall(m.subject) if w.lower() not in known), None)
+    return Deny(word) if word else None
+
+
+# Public text is spoken aloud: no tags, no Markdown, no tool syntax, no special tokens.
+MARKUP = re.compile(r"</?\w[^>]*>|<\||\|>|```|\*\*|^#+ |^[-*] |\]\(|\{\s*\"|tool_call|<think", re.MULTILINE)
+_TERM = re.compile(r"[A-Za-z]+|\d+(?:\.\d+)?")
+CHECKS: dict[str, Check] = {
+    f.__name__: f
+    for f in (
+        *(not_empty, input_length, known_tool, valid_arguments, repeated_call),
+        *(skill_loaded, reply_length, reply_format, forbidden_claims, fact_risk),
+    )
+}
+
+
+def find_check(name: str) -> Check:
+    """A built-in check, or a user's own as "package.module:function"."""
+    if name in CHECKS:
+        return CHECKS[name]
+    module, _, function = name.partition(":")
+    if not function:
+        raise BadInput(f"hook check {name!r} does not exist; built in: {', '.join(CHECKS)}; yours: module:function")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as e:
+        raise BadInput(f"hook check {name!r} cannot be imported: {e}") from None
+
+
+def canonical(arguments: dict) -> str:
+    return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prompt pipeline
+
+
+def assemble(h: Harness, danmaku: str, context: dict) -> list[dict]:
+    """System and user message for one request; context comes from the room (links, current_link_id, history ...)."""
+    line = {"skill": "- {name}: {description}", "tool": "- {signature}: {description}", "link": "{link_id}. {name}"}
+    line |= {"turn": "{role}: {text}"} | h.formats
+    names = {s["link_id"]: s["name"] for s in context.get("links", [])}
+    current = context.get("current_link_id")
+    values = {
+        "skills": "\n".join(h.fill(line["skill"], {"name": s.name, "description": s.description}) for s in h.skills),
+        "tools": "\n".join(
+            h.fill(line["tool"], {"signature": t.signature(), "description": t.description}) for t in h.tools
+        ),
+        "links": "\n".join(h.fill(line["link"], x) for x in context.get("links", [])),
+        "history": "\n".join(h.fill(line["turn"], x) for x in context.get("history", [])),
+        "current_link_id": current,
+        "current_link_name": names.get(current, ""),
+        "signals": context.get("signals", ""),
+        "danmaku": danmaku,
+        **asdict(h.limits),
+    }
+    system = "\n\n".join(h.fill(h.blocks[b], values) for b in h.system)
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": h.fill(h.blocks[h.user], values).strip()},
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
+
+
+class Rollout:
+    """State of one rollout, and the hooks over it. `run` below is the control flow; this only keeps its books."""
+
+    def __init__(self, h: Harness, room, seed: int):
+        self.h, self.room, self.retries = h, room, 0
+        self.trajectory = Trajectory(harness_commit=h.commit, seed=seed)
+        self.moment = Moment(h, None, copy.deepcopy(room.context))
+
+    def event(self, kind: str, **data) -> None:
+        self.trajectory.events.append({"event": kind, **data})
+
+    def hooks(self, event: str, subject, tool: Tool | None = None):
+        """(subject, denial): the subject as rewritten by the hooks of this event, and the first denial's message."""
+        m = self.moment
+        for hook in self.h.hooks:
+            if hook.event != event or (hook.matcher and not re.search(hook.matcher, tool.id if tool else "")):
+                continue
+            m.subject, m.tool = subject, tool
+            try:
+                verdict = find_check(hook.check)(m, **hook.params)
+            except Exception as e:  # a hook is user code: whatever it raises is a denial in the trace, never a crash
+                verdict = Deny(f"{type(e).__name__}: {e}")
+                self.event("hook_error", check=hook.check, error=verdict.detail)
+            if isinstance(verdict, Rewrite):
+                self.event("hook", on=event, check=hook.check, verdict="rewrite")
+                subject = verdict.value
+            elif verdict is not None:
+                message = self.h.fill(hook.message, {"detail": verdict.detail, **asdict(self.h.limits)})
+                self.event("hook", on=event, check=hook.check, verdict="deny", message=message)
+                return subject, message
+        return subject, None
+
+    def call(self, call: Call) -> str:
+        """Execute one call and return the text that the policy reads; every failure is a text too."""
+        tool = next((t for t in self.h.tools if t.name == call.name), None)
+        if call.error:
+            return self.refuse(call, call.error)
+        if tool:
+            call.arguments = coerce(call.arguments, tool.parameters)
+        call, denial = self.hooks("tool_call", call, tool)
+        if denial is not None:
+            return self.refuse(call, denial)
+        if tool is None:
+            return self.refuse(call, f"unknown tool {call.name!r}")
+        arguments = {tool.param_ids.get(k, k): v for k, v in call.arguments.items()}
+        self.event("tool_call", tool=tool.id, arguments=arguments, call_id=call.id)
+        self.moment.calls.append((tool.id, canonical(call.arguments)))
+        text = self.load(arguments) if tool.id == LOAD_SKILL else self.execute(tool, arguments)
+        text, denial = self.hooks("tool_result", self.clean(text), tool)
+        if denial is not None:
+            return self.refuse(call, denial)
+        self.event("tool_result", tool=tool.id, text=text, call_id=call.id)
+        if tool.id != LOAD_SKILL:
+            self.moment.evidence.append(text)
+        return text
+
+    def refuse(self, call: Call, why: str) -> str:
+        self.retries += 1
+        self.event("tool_error", name=call.name, call_id=call.id, error=why)
+        return json.dumps({"error": why}, ensure_ascii=False)
+
+    def load(self, arguments: dict) -> str:
+        name = next(iter(arguments.values()), None)
+        skill = next((s for s in self.h.skills if s.name == name), None)
+        if skill is None:
+            return json.dumps({"error": f"unknown skill {name!r}"}, ensure_ascii=False)
+        if skill not in self.moment.loaded:
+            self.moment.loaded.append(skill)
+        self.event("skill", skill=skill.id)
+        return self.h.skill_text(skill)
+
+    def execute(self, tool: Tool, arguments: dict) -> str:
+        """The room's answer, within the deadline if one is set; a crash or a hang is a counted, readable failure."""
+        box: list = []
+
+        def work():
+            try:
+                box.append(self.room.call(tool.id, arguments))
+            except Exception as e:  # a tool is somebody's server: its failure belongs to the trace, not to the batch
+                self.event("tool_crash", tool=tool.id, error=f"{type(e).__name__}: {e}")
+                box.append(json.dumps({"error": "tool crashed"}))
+
+        if not self.h.limits.tool_timeout_s:
+            work()
+        else:
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            thread.join(self.h.limits.tool_timeout_s)
+        if not box:
+            self.event("tool_crash", tool=tool.id, error="deadline")
+            return json.dumps({"error": "timeout"})
+        return box[0]
+
+    def clean(self, result) -> str:
+        """Any result -> valid text: bytes decoded, objects as JSON without NaN, cut at max_result_chars with a note."""
+        if isinstance(result, bytes):
+            result = result.decode("utf-8", "replace")
+        if not isinstance(result, str):
+            result = json.dumps(_finite(result), ensure_ascii=False, default=str)
+        limit = self.h.limits.max_result_chars
+        return result if len(result) <= limit else f"{result[:limit]}... ({len(result) - limit} more characters cut)"
+
+
+def _finite(x):
+    if isinstance(x, float) and not abs(x) < float("inf"):
+        return None
+    if isinstance(x, dict):
+        return {str(k): _finite(v) for k, v in x.items()}
+    return [_finite(v) for v in x] if isinstance(x, list | tuple) else x
+
+
+def run(h: Harness, request, room, codec: Codec, seed: int = 0) -> Generator[Turn, Sample, Trajectory]:
+    """One request through one harness. request: a bullet comment, or a list of those that came at the same time.
+
+    room: `.context` (dict: links, current_link_id, history, signals) and `.call(tool_id, arguments) -> str`.
+    Yields Turn, is sent Sample, returns the Trajectory; never raises on anything that a policy or viewer writes.
+    """
+    r = Rollout(h, room, seed)
+    t, m, limits = r.trajectory, r.moment, h.limits
+
+    # 1 normalise context
+    m.danmaku = "\n".join(request) if isinstance(request, list) else str(request)
+    m.danmaku, denial = r.hooks("input", m.danmaku)
+    r.event("input", danmaku=m.danmaku)
+    if denial is not None:
+        return finish(r, "fallback")
+    m.evidence = [m.danmaku, json.dumps(m.context, ensure_ascii=False)]
+
+    # 2 assemble prompt
+    messages = assemble(h, m.danmaku, m.context)
+    delta = codec.prompt(messages, [x.schema() for x in h.tools] if h.native_tools else None)
+
+    # 3 agent loop
+    for state in range(limits.max_turns):
+        t.append_env(delta)
+        sample = yield Turn(delta, messages, limits.max_state_tokens)
+        said = codec.parse(sample.ids) if sample.ids else Message()
+        t.append_sample(sample, TOOL if said.calls else REPLY, codec.think_mask(sample.ids), state)
+        r.event("state", state=state, **asdict(said))
+        if sample.finish != "stop":
+            return finish(r, "error" if sample.finish == "error" else "length")
+        if said.calls:
+            for call in said.calls:
+                call.id = f"{state}.{call.id}"
+            messages = [{"role": "tool", "content": r.call(call)} for call in said.calls]
+        else:
+            reply, denial = r.hooks("reply", said.content)
+            if denial is None and reply.strip() and not MARKUP.search(reply):  # the last guard holds without any hook
+                return finish(r, "reply", reply.strip())
+            r.retries += 1
+            messages = [{"role": "user", "content": denial or "reply must be plain text"}]
+        if r.retries > limits.max_retries:
+            return finish(r, "fallback")
+        delta = codec.delta(messages)
+    return finish(r, "max_turns")
+
+
+def finish(r: Rollout, why: str, reply: str | None = None) -> Trajectory:
+    """4 extract the reply, 5 dispatch: what the room hears is the policy's reply or the configured safe one."""
+    r.trajectory.stop_reason = why
+    r.trajectory.reply = r.h.fallback if reply is None else reply
+    r.event("reply", text=r.trajectory.reply, stop_reason=why, retries=r.retries)
+    return r.trajectory
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# commands. They alone reach for rooms below this one, when they run: the module itself knows none of them.
+
+
+@dataclass
+class Config:
+    harness: str = option("data/harness", "harness directory")
+    world: str = option("data/world/zh.json", "world file")
+    model: str = option("data/base-small", "policy that answers in chat")
+    seed: int = option(0, "which room")
+    greedy: bool = option(True, "the likeliest token each time")
+    count: int = option(10, "rollouts that trace shows", min=1)
+
+
+def print_events(events: list[dict]) -> None:
+    """One rollout for a person: reasoning, calls, results, hooks, reply, a line each."""
+    for e in events:
+        kind = e["event"]
+        if kind == "input":
+            print(f"弹幕    {e['danmaku']!r}")
+        elif kind == "state":
+            print(f"think   {e['reasoning']}" if e["reasoning"] else f"state {e['state']}")
+        elif kind == "tool_call":
+            print(f"call    {e['tool']}({', '.join(f'{k}={v!r}' for k, v in e['arguments'].items())})")
+        elif kind == "tool_result":
+            print("result  " + e["text"].replace("\n", " / "))
+        elif kind in ("tool_error", "tool_crash", "hook_error"):
+            print(f"{kind.replace('_', ' ')}  {e['error']}")
+        elif kind == "hook":
+            print(f"hook    {e['check']} on {e['on']}: {e['verdict']} {e.get('message', '')}")
+        elif kind == "reply":
+            print(f"reply   {e['text']}  [{e['stop_reason']}]")
+
+
+def show(c: Config) -> None:
+    import sim
+
+    h, task = Harness.load(c.harness), sim.make_task(sim.World.load(c.world), c.seed)
+    for message in assemble(h, "\n".join(task.danmaku), task.context):
+        print(f"[{message['role']}]\n{message['content']}\n")
+    print(f"harness {h.name}, commit {h.commit}: {len(h.skills)} skills, {len(h.tools)} tools, {len(h.hooks)} hooks")
+
+
+def chat(c: Config) -> None:
+    import infer
+    import model
+    import sim
+
+    h, policy = Harness.load(c.harness), model.load(c.model)
+    task, engine = sim.make_task(sim.World.load(c.world), c.seed), infer.Engine(policy, slots=1)
+    for link in task.links:
+        print(link)
+    print(f"room {c.seed}, link {task.context['current_link_id']} on air. Type a bullet comment; an empty line ends.")
+    history = []
+    while text := _ask():
+        room = task.open(sim.Faults(), c.seed + len(history))
+        room.context["history"] = history[-2:]
+        [t] = engine.run([run(h, text, room, policy.codec, c.seed)], [c.seed], greedy=c.greedy)
+        print_events(t.events)
+        history += [{"role": task.world["role"]["viewer"], "text": text}]
+        history += [{"role": task.world["role"]["avatar"], "text": t.reply}]
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def trace(c: Config, path: str) -> None:
+    rows = [json.loads(line) for line in _read_text(Path(path)).splitlines() if line.strip()]
+    rows.sort(key=lambda row: sum(v or 0.0 for v in row["rewards"].values()))
+    for row in rows[: c.count]:
+        rewards = ", ".join(f"{k} {v}" for k, v in row["rewards"].items())
+        print(f"\n== seed {row['seed']}  harness {row['harness_commit']}  {len(row['ids'])} tokens  {rewards}")
+        print_events(row["events"])
+
+
+def main(argv: list[str]) -> None:
+    commands = {"show": show, "chat": chat, "trace": trace}
+    if not argv or argv[0] not in (*commands, "-h", "--help"):
+        raise BadInput(f"harness.py takes a command: {' | '.join(commands)}")
+    command, *rest = argv
+    if command == "trace":
+        if not rest or rest[0].startswith("-"):
+            raise BadInput("trace takes a file of trajectories: python harness.py trace runs/.../trajectories.jsonl")
+        trace(parse(Config, {}, rest[1:], __doc__), rest[0])
+    else:
+        config = parse(Config, {}, rest if command in commands else argv, __doc__)
+        commands[command](config)
+
+
+if __name__ == "__main__":
+    import harness  # run as a script this file is __main__, while the rooms below import `harness`: use theirs
+
+    cli(harness.main)

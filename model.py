@@ -1,0 +1,186 @@
+"""Policies: load or create a causal LM with its tokenizer, and read the log-probs of what it sampled.
+
+    logp_t = log softmax(logits_{t-1} / temperature)[ids_t]        for each sampled token t, 0 elsewhere
+
+Sequences are padded on the right, and attention is causal, so no token can see padding: no attention mask, the default
+positions 0 .. T-1, and log-probs that do not depend on the batch. The LM head runs only on the positions that predict a
+sampled token, a chunk at a time, and is computed again in the backward pass: tokens x vocabulary never exists at once.
+
+    policy = load("data/base-small", device="cpu", dtype=torch.float32)
+    ids, mask = pad_batch([t.ids for t in trajectories], [t.mask for t in trajectories])
+    logps = token_logps(policy.model, ids, mask, temperature=1.0)  # (B, T)
+
+This file knows Hugging Face models; the stages above it see a `Policy`. Left out: model parallelism (accelerate's).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import Qwen3ForCausalLM
+from transformers.utils import logging
+
+from chat import Codec
+from common import BadInput
+
+HEAD_CHUNK = 2048  # sampled tokens per LM-head product: 2048 x 248k logits in fp32 are 2 GB
+BUCKET = 128  # lengths are padded to multiples of this: on a CPU each new shape compiles new bf16 kernels
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a policy and its directory
+
+
+@dataclass
+class Policy:
+    """A model, its Hugging Face tokenizer, the codec over that tokenizer, and where they came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    codec: Codec
+    path: str
+
+    def save(self, directory):
+        """Write model.safetensors, config.json and the tokenizer's files. The caller gives a temporary directory."""
+        self.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
+    """Read a Hugging Face directory (or, if there is none of that name, a hub id already in the cache).
+
+    Every weight of the model must be in the file with the right shape; tensors of an MTP head are left to mtp.py.
+    Raises BadInput, one line naming the path, for a missing directory, config or tokenizer, a damaged or partial
+    weight file, or a tokenizer without ChatML tokens.
+    """
+    path = Path(path)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise BadInput(f"{path}: no config.json; a Hugging Face model directory was expected")
+    if not path.is_dir() and (path.is_absolute() or len(path.parts) != 2 or path.exists()):
+        raise BadInput(f"{path}: no such model directory")
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # its load report would say again what is raised below
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attn, local_files_only=True, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BadInput(f"{path}: not a readable model directory: {reason}") from error
+    finally:
+        logging.set_verbosity(level)
+    if bad := sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"])):
+        raise BadInput(f"{path}: {len(bad)} weights are missing or of another shape, the first is {bad[0]}")
+    return Policy(model.to(device).eval(), tokenizer, _codec(tokenizer), str(path))
+
+
+def create(
+    tokenizer: PreTrainedTokenizerFast,
+    hidden=128,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    ffn=384,
+    positions=4096,
+    rope_theta=10_000.0,
+    seed=0,
+    device="cpu",
+    dtype=torch.float32,
+) -> Policy:
+    """A new dense Qwen3 model with tied embeddings over `tokenizer`; the same seed gives the same weights.
+
+    The embedding has a multiple of 64 rows. Global random state is neither read nor changed.
+    """
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=ffn,
+        max_position_embeddings=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    return Policy(model.to(device=device, dtype=dtype).eval(), tokenizer, _codec(tokenizer), "<new>")
+
+
+def _codec(tokenizer) -> Codec:
+    """The checkpoint's own chat template tells which tool-call format it was trained on."""
+    template = tokenizer.chat_template
+    template = template if isinstance(template, str) else "".join((template or {}).values())
+    return Codec(tokenizer, calls="xml" if "<function=" in template else "hermes")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# batches and log-probs
+
+
+def pad_batch(ids, *columns, bucket=BUCKET, device="cpu"):
+    """Lists of lists -> right-padded tensors (B, T), T the longest length rounded up to a multiple of `bucket`.
+
+    ids become int64 padded with 0. Each further column (mask, logps, ...) is aligned with ids; ints become int64 and
+    floats fp32. Padding is told by mask == 0 alone, never by an id: the padding id may be a real token.
+    """
+    width = -(-max(1, *map(len, ids)) // bucket) * bucket
+    out = []
+    for column in (ids, *columns):
+        assert list(map(len, column)) == list(map(len, ids)), "columns are not aligned with ids"
+        whole = all(isinstance(x, int) for row in column for x in row)
+        tensor = torch.zeros(len(ids), width, dtype=torch.int64 if whole else torch.float32)
+        for b, row in enumerate(column):
+            tensor[b, : len(row)] = torch.tensor(row, dtype=tensor.dtype)
+        out.append(tensor.to(device))
+    return out[0] if not columns else tuple(out)
+
+
+def hidden_states(model, ids):
+    """ids (B, T) right-padded -> the hidden states that the LM head reads (B, T, H)."""
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def token_logps(model, ids, mask, temperature=1.0, entropy=False, hidden=None):
+    """Log-probs of the sampled tokens under softmax(logits / temperature), in fp32 and differentiable.
+
+    ids (B, T) int64, right-padded; mask (B, T), nonzero where a token was sampled (never the first, which nothing
+    predicts). -> (B, T), 0 where mask is 0; with entropy=True also the entropies (B, T) in nats of the distributions
+    those tokens were drawn from. hidden (B, T, H): the hidden states when the caller has them. An all-zero mask gives
+    zeros that carry no gradient.
+    """
+    sampled = mask.bool()
+    assert not sampled[:, 0].any(), "the first token of a sequence cannot have been sampled"
+    hidden = hidden_states(model, ids) if hidden is None else hidden
+    source = hidden[:, :-1][sampled[:, 1:]]  # (N, H): position t - 1 predicts token t
+    target = ids[sampled]  # (N,) in the same order
+    head = model.get_output_embeddings()
+    parts = []
+    for h, t in zip(source.split(HEAD_CHUNK), target.split(HEAD_CHUNK), strict=True):
+        if torch.is_grad_enabled() and len(source) > HEAD_CHUNK:  # a single chunk may as well keep its activations
+            parts.append(checkpoint(_head_logps, head, h, t, temperature, entropy, use_reentrant=False))
+        else:
+            parts.append(_head_logps(head, h, t, temperature, entropy))
+    values = torch.cat(parts) if parts else source.new_zeros(0, 2)  # (N, 2)
+    out = torch.zeros(*ids.shape, 2, dtype=torch.float32, device=ids.device)
+    out = out.masked_scatter(sampled[..., None].expand_as(out), values.float())
+    return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+
+
+def _head_logps(head, hidden, target, temperature, entropy):
+    """hidden (n, H), target (n,) -> (n, 2) log-prob and entropy (0 unless asked for), fp32."""
+    logp = F.log_softmax(head(hidden).float() / temperature, dim=-1)  # (n, V)
+    chosen = logp.gather(-1, target[:, None])[:, 0]
+    spread = -(logp.exp() * logp).sum(-1) if entropy else torch.zeros_like(chosen)
+    return torch.stack([chosen, spread], dim=-1)

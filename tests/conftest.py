@@ -1,0 +1,27 @@
+"""What all tests share: one thread, no network, the same examples every time, optional golden files."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: many small tests on few cores are fastest so
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import common  # noqa: F401  before torch, for the variables it sets
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+hypothesis.settings.register_profile("hat", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("hat")
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """Golden files too large or not ours to ship; a test that needs them is skipped where they are not."""
+    path = ROOT.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("the golden files of ../shared/data are not on this machine")
+    return path
