@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+import common  # noqa: F401  before torch: it sets the OpenMP environment
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -218,14 +219,18 @@ class Engine:
         config = policy.model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
-            raise BadInput(f"{policy.path}: the engine knows full_attention layers only, not {', '.join(sorted(kinds))}")
+            raise BadInput(
+                f"{policy.path}: the engine knows full_attention layers only, not {', '.join(sorted(kinds))}"
+            )
         if not (temperature > 0 and 0 < top_p <= 1 and top_k >= 0 and slots >= 1 and context >= 2):
             raise BadInput("engine: needs temperature > 0, 0 < top_p <= 1, top_k >= 0, slots >= 1 and context >= 2")
         if context > config.max_position_embeddings:
-            raise BadInput(f"engine: context {context} is beyond {policy.path}'s {config.max_position_embeddings} positions")
+            raise BadInput(
+                f"engine: context {context} is beyond {policy.path}'s {config.max_position_embeddings} positions"
+            )
         self.policy, self.slots, self.context, self.deadline_s = policy, slots, context, deadline_s
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
-        self.vocab = policy.codec.vocab_size  # ids from here on are padding of the embedding and are never sampled
+        self.vocab = policy.codec.vocab_size  # ids from here on are padding of the head and are never sampled
         self.stop_ids = frozenset(policy.codec.stop_ids)
         self.stats: dict[str, float] = {}
 
@@ -345,7 +350,7 @@ class Engine:
 
     def _step(self):
         """One forward pass, and one more token for each row that takes part."""
-        start, n = time.perf_counter(), len(self.rows)
+        start = time.perf_counter()
         part = self._choose()
         # a row that sits out feeds its next token and forgets it: the place is written again when its turn comes
         new = np.array([r.length - r.cached if takes else 1 for r, takes in zip(self.rows, part, strict=True)])
@@ -400,7 +405,7 @@ class Engine:
                 if ready[source] > row.cached:
                     self.buffer.copy(source, row.slot, int(ready[source]))
                     row.cached = cached[row.slot] = int(ready[source])
-                takes = np.minimum(same, coming).max() < row.cached + SHARE
+                takes = bool(np.minimum(same, coming).max() < row.cached + SHARE)
             pending = row.length - row.cached
             if takes and pending > 1:
                 takes = spent == 0 or spent + pending <= BUDGET
@@ -442,7 +447,7 @@ def _talk(row, answer, inbox):
     start = time.perf_counter()
     try:
         reply = row.loop.send(answer)
-    except BaseException as end:  # noqa: BLE001 - the engine's own thread raises it again
+    except Exception as end:  # StopIteration among them; the engine's own thread raises what is an error
         reply = end
     inbox.put((row, reply, time.perf_counter() - start))
 

@@ -16,12 +16,19 @@ This file knows Hugging Face models; the stages above it see a `Policy`. Left ou
 from dataclasses import dataclass
 from pathlib import Path
 
+import common  # noqa: F401  before torch: it sets the OpenMP environment
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
-from transformers import Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import logging
 
 from chat import Codec
@@ -29,6 +36,8 @@ from common import BadInput
 
 HEAD_CHUNK = 2048  # sampled tokens per LM-head product: 2048 x 248k logits in fp32 are 2 GB
 BUCKET = 128  # lengths are padded to multiples of this: on a CPU each new shape compiles new bf16 kernels
+
+logging.disable_progress_bar()  # of reading and writing weights: noise between the lines of a log
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a policy and its directory
@@ -75,7 +84,7 @@ def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
         logging.set_verbosity(level)
     if bad := sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"])):
         raise BadInput(f"{path}: {len(bad)} weights are missing or of another shape, the first is {bad[0]}")
-    return Policy(model.to(device).eval(), tokenizer, _codec(tokenizer), str(path))
+    return _policy(model.to(device), tokenizer, str(path))
 
 
 def create(
@@ -115,14 +124,20 @@ def create(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    return Policy(model.to(device=device, dtype=dtype).eval(), tokenizer, _codec(tokenizer), "<new>")
+    return _policy(model.to(device=device, dtype=dtype), tokenizer, "<new>")
 
 
-def _codec(tokenizer) -> Codec:
-    """The checkpoint's own chat template tells which tool-call format it was trained on."""
-    template = tokenizer.chat_template
+def _policy(model, tokenizer, path) -> Policy:
+    template = tokenizer.chat_template  # it shows which tool-call format the checkpoint was trained on
     template = template if isinstance(template, str) else "".join((template or {}).values())
-    return Codec(tokenizer, calls="xml" if "<function=" in template else "hermes")
+    try:
+        codec = Codec(tokenizer, calls="xml" if "<function=" in template else "hermes")
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from error
+    if codec.vocab_size > model.get_output_embeddings().weight.shape[0]:
+        raise BadInput(f"{path}: the tokenizer has {codec.vocab_size} tokens, more than the model's embedding")
+    model.valid_vocab = codec.vocab_size  # further rows of the head are padding: engine and trainer both leave them out
+    return Policy(model.eval(), tokenizer, codec, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,22 +180,22 @@ def token_logps(model, ids, mask, temperature=1.0, entropy=False, hidden=None):
     hidden = hidden_states(model, ids) if hidden is None else hidden
     source = hidden[:, :-1][sampled[:, 1:]]  # (N, H): position t - 1 predicts token t
     target = ids[sampled]  # (N,) in the same order
-    head = model.get_output_embeddings()
+    head, vocab = model.get_output_embeddings(), getattr(model, "valid_vocab", None)
     parts = []
     for h, t in zip(source.split(HEAD_CHUNK), target.split(HEAD_CHUNK), strict=True):
         if torch.is_grad_enabled() and len(source) > HEAD_CHUNK:  # a single chunk may as well keep its activations
-            parts.append(checkpoint(_head_logps, head, h, t, temperature, entropy, use_reentrant=False))
+            parts.append(checkpoint(_head_logps, head, h, t, vocab, temperature, entropy, use_reentrant=False))
         else:
-            parts.append(_head_logps(head, h, t, temperature, entropy))
-    values = torch.cat(parts) if parts else source.new_zeros(0, 2)  # (N, 2)
+            parts.append(_head_logps(head, h, t, vocab, temperature, entropy))
+    values = torch.cat(parts) if parts else source.new_zeros(0, 2, dtype=torch.float32)  # (N, 2)
     out = torch.zeros(*ids.shape, 2, dtype=torch.float32, device=ids.device)
-    out = out.masked_scatter(sampled[..., None].expand_as(out), values.float())
+    out = out.masked_scatter(sampled[..., None].expand_as(out), values)
     return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
 
 
-def _head_logps(head, hidden, target, temperature, entropy):
+def _head_logps(head, hidden, target, vocab, temperature, entropy):
     """hidden (n, H), target (n,) -> (n, 2) log-prob and entropy (0 unless asked for), fp32."""
-    logp = F.log_softmax(head(hidden).float() / temperature, dim=-1)  # (n, V)
+    logp = F.log_softmax(head(hidden)[:, :vocab].float() / temperature, dim=-1)  # (n, V)
     chosen = logp.gather(-1, target[:, None])[:, 0]
     spread = -(logp.exp() * logp).sum(-1) if entropy else torch.zeros_like(chosen)
     return torch.stack([chosen, spread], dim=-1)

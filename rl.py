@@ -9,7 +9,7 @@ selection) are credited to two segments s of a rollout, its tool-call states and
     pen_s   = p_i - mean_G p                                         short reasoning: centred in the group, never scaled
     rho_s   = exp(mean_{t in s}(logp_t - logp_old_t))                one ratio per segment (GSPO), over sampled tokens
     rho_st  = sg[rho_s] exp(logp_t - sg[logp_t])                     its token form
-    loss    = - mean over (trajectory, segment) of mean_{t in s} min(rho_st A_hat_s, clip(rho_st, 1 - lo_s, 1 + hi_s) A_hat_s)
+    loss    = - mean over (trajectory, segment) of mean_{t in s} min(rho_st A, clip(rho_st, 1 - lo_s, 1 + hi_s) A)
 
 logp_old are the log-probs the engine sampled with, so the very first ratio is 1 and engine/trainer mismatch is part of
 the ratio. Rollouts that were cut by length, or could not be scored, join neither baseline nor loss; rollouts whose
@@ -29,25 +29,27 @@ Expect under small: accuracy and effectiveness rise, reasoning gets shorter. The
 
 import json
 import math
-import signal
-import sys
+import os
+import shutil
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-import common  # before torch: it sets the OpenMP environment
-from common import BadInput, seed_of
+from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
+from common import load_checkpoint, save_checkpoint, seed_of, write_text
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from chat import REPLY, TOOL, StopReason, Trajectory
-from harness import Harness, run
-from sim import World, make_task, score
+from harness import LOAD_SKILL, Harness, run
+from sim import NO_FAULTS, REWARDS, Faults, World, make_task, readable, score
+from model import Policy, create, load, pad_batch, token_logps
 from infer import Engine
-import model
 
 # ---------------------------------------------------------------------------------------------------------------------
 # options
@@ -56,60 +58,63 @@ import model
 @dataclass
 class Config:
     # where from, where to
-    config: str = "small"  # preset: tiny | small | smollm2 | qwen36
-    model: str = "data/base-small"  # Hugging Face directory of the policy
-    layers: int = 0  # 0 = the weights of --model; n = new random weights with n layers and its tokenizer (tests)
-    harness: str = "data/harness"  # harness directory
-    world: str = "data/world/zh"  # world directory
-    out: str = ""  # run directory
-    resume: bool = False  # continue from the last checkpoint in --out
-    seed: int = 0  # the seed of everything
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations
+    config: str = option("small", "preset")
+    model: str = option("data/base-small", "Hugging Face directory of the policy")
+    layers: int = option(0, "0 = the weights of --model; n = n layers of new weights under its tokenizer", min=0)
+    harness: str = option("data/harness", "harness directory")
+    world: str = option("data/world/zh.json", "world file")
+    out: str = option("", "run directory; empty = the next free runs/rl-PRESET")
+    resume: bool = option(False, "continue from the last checkpoint in --out")
+    seed: int = option(0, "the seed of everything")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "of weights and activations")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = a GPU per process if there are any")
 
     # rollouts: groups x group_size per step, over all ranks
-    groups: int = field(default=12, metadata={"min": 1})  # tasks per step
-    group_size: int = field(default=8, metadata={"min": 1})  # G, rollouts per task
-    temperature: float = 1.0  # of sampling; there is no top-p or top-k, which the trainer's log-probs could not mirror
-    context: int = 1024  # longest context in tokens
-    slots: int = 96  # rollouts that the engine runs side by side
-    faults: float = field(default=0.1, metadata={"min": 0, "max": 1})  # probability that a tool call fails
+    groups: int = option(12, "tasks per step", min=1)
+    group_size: int = option(8, "rollouts per task (G)", min=1)
+    temperature: float = option(1.0, "of sampling; top-p and top-k would break the first ratio", min=0.01)
+    context: int = option(1024, "longest context in tokens", min=2)
+    slots: int = option(96, "rollouts that the engine runs side by side", min=1)
+    faults: tuple[float, float, float] = option(
+        (0.04, 0.03, 0.03), "P(timeout, malformed, denied) of a call", min=0, max=1
+    )
 
     # advantages
-    floor: float = 0.5  # least batch std to divide by: one informative group among many must not blow up
-    think_penalty: float = 0.1  # largest penalty per state for long reasoning
-    think_free: int = 12  # reasoning tokens per state that cost nothing (the report: 100)
-    think_full: int = 24  # reasoning tokens per state that cost the whole penalty (the report: 200)
+    floor: float = option(0.5, "least batch std to divide by: one informative group of many must not blow up", min=1e-6)
+    think_penalty: float = option(0.1, "largest penalty per state for long reasoning", min=0)
+    think_free: int = option(12, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
+    think_full: int = option(24, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
 
     # update
-    steps: int = 25  # rounds of rollout and update
-    minibatches: int = field(default=2, metadata={"min": 1})  # optimizer steps per round
-    micro: int = field(default=16, metadata={"min": 1})  # sequences per forward and rank; does not change the result
-    lr: float = 5e-4  # AdamW learning rate
-    warmup: int = 2  # steps of linear warmup
-    lr_end: float = 1.0  # fraction of lr at the last step, approached linearly; 1 = constant
-    weight_decay: float = 0.0  # of AdamW
-    grad_clip: float = 1.0  # largest gradient norm, over all ranks
-    clip_tool: tuple[float, float] = (0.10, 0.15)  # lo,hi of the tool segment: few tokens, so its ratio moves more
-    clip_reply: tuple[float, float] = (0.05, 0.08)  # lo,hi of the reply segment
-    kl: float = 0.0  # weight of the KL to the starting policy; 0 = no reference model in memory
+    steps: int = option(25, "rounds of rollout and update", min=1)
+    minibatches: int = option(2, "optimizer steps per round", min=1)
+    micro: int = option(16, "sequences per forward and rank; does not change the result", min=1)
+    lr: float = option(5e-4, "AdamW learning rate", min=0)
+    warmup: int = option(2, "steps of linear warmup", min=0)
+    lr_end: float = option(1.0, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
+    weight_decay: float = option(0.0, "of AdamW", min=0)
+    grad_clip: float = option(1.0, "largest gradient norm, over all ranks", min=0)
+    clip_tool: tuple[float, float] = option((0.10, 0.15), "lo,hi of the tool segment", min=0)
+    clip_reply: tuple[float, float] = option((0.10, 0.15), "lo,hi of the reply segment", min=0)
+    kl: float = option(0.0, "weight of the KL to the starting policy; 0 = no reference model in memory", min=0)
 
     # evaluation and saving
-    eval_requests: int = 200  # unseen requests of the fixed evaluation slice
-    eval_every: int = 0  # steps between evaluations; 0 = only before and after
-    save_every: int = field(default=10, metadata={"min": 1})  # steps between checkpoints
+    eval_requests: int = option(200, "unseen requests of the fixed evaluation slice", min=1)
+    eval_every: int = option(0, "steps between evaluations; 0 = only before and after", min=0)
+    save_every: int = option(10, "steps between checkpoints", min=1)
 
 
 PRESETS = {
     "tiny": dict(layers=2, groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
     "small": dict(),
     "smollm2": dict(
-        model="data/smollm2", world="data/world/en", groups=16, steps=50, micro=4, lr=1e-5, context=4096,
-        think_free=100, think_full=200
+        model="data/smollm2", world="data/world/en.json", groups=16, steps=50, micro=4, lr=1e-5, context=4096,
+        think_free=100, think_full=200,
     ),
     "qwen36": dict(
         model="Qwen/Qwen3.6-35B-A3B", dtype="bfloat16", groups=64, group_size=16, context=16384, slots=256, steps=200,
         minibatches=4, micro=1, lr=1e-6, warmup=10, think_free=100, think_full=200, eval_every=20,
-        clip_tool=(1e-3, 2e-3), clip_reply=(3e-4, 4e-4)
+        clip_tool=(1e-3, 2e-3), clip_reply=(3e-4, 4e-4),
     ),
 }  # fmt: skip
 
@@ -117,7 +122,6 @@ PRESETS = {
 # advantages: numbers of the whole global batch in, one advantage per (trajectory, segment) out. NaN = not scored.
 
 SEGMENTS = {"tool": TOOL, "reply": REPLY}
-REWARDS = ("accuracy", "effectiveness", "tool", "skill")
 # Which reward counts in which segment, and how much. Tool calls get the facts, so accuracy is theirs too.
 REWARD_TABLE = {
     "tool": {"tool": 1.0, "skill": 1.0, "accuracy": 1.0},
@@ -155,8 +159,8 @@ def segment_advantages(
 ) -> Tensor:
     """A_hat of the header for each trajectory and segment: (N, 2), columns tool and reply.
 
-    rewards: name -> (N,), NaN = not scored; penalty: p_i (N, 2); present: (N, 2) the trajectory has tokens in the segment;
-    valid: (N,) False for truncated or unscored ones, which leave every baseline; groups: (N,) ids.
+    rewards: name -> (N,), NaN = not scored; penalty: p_i (N, 2); present (N, 2): the trajectory has that segment;
+    valid (N,): False for truncated or unscored ones, which leave every baseline; groups (N,): ids.
 
     Every baseline runs over the whole group, whether or not a trajectory has the segment: "those that called a tool" is
     the policy's own choice, and a baseline that depends on it is biased. The choice not to call is made in the first
@@ -236,86 +240,259 @@ def harness_for(original: Harness, group: int) -> Harness:
     return original
 
 
-def collect(engine: Engine, policy, jobs: list[tuple], greedy: bool = False) -> list[Trajectory]:
-    """Roll out and score jobs of (harness, task, room, seed), all in one batch of the engine."""
-    loops = [run(harness, task.request, room, policy.codec, seed) for harness, task, room, seed in jobs]
+def training_jobs(cfg: Config, world: World, original: Harness, step: int, groups: range) -> list[tuple]:
+    """(harness, task, room, seed) per rollout. A group shares task, harness and tool faults, not its sampling seed."""
+    jobs = []
+    for g in groups:
+        harness, task = harness_for(original, g), make_task(world, seed_of(cfg.seed, "task", step, g))
+        for member in range(cfg.group_size):
+            room = task.open(Faults(*cfg.faults), seed_of(cfg.seed, "room", step, g))
+            jobs.append((harness, task, room, seed_of(cfg.seed, "rollout", step, g, member)))
+    return jobs
+
+
+def collect(engine: Engine, jobs: list[tuple], greedy: bool = False) -> list[Trajectory]:
+    """Roll out and score the jobs, all in one batch of the engine."""
+    loops = [run(harness, task.danmaku, room, engine.policy.codec, seed) for harness, task, room, seed in jobs]
     trajectories = engine.run(loops, [seed for *_, seed in jobs], greedy=greedy)
     for (harness, task, *_), trajectory in zip(jobs, trajectories, strict=True):
         trajectory.rewards = score(harness, task, trajectory)
     return trajectories
 
 
-def training_jobs(cfg: Config, world: World, original: Harness, step: int, groups: range) -> list[tuple]:
-    """The rollouts of these groups. Members share task, harness and tool faults; only their sampling seed differs."""
-    jobs = []
-    for g in groups:
-        harness, task = harness_for(original, g), make_task(world, seed_of(cfg.seed, "task", step, g))
-        for member in range(cfg.group_size):
-            room = task.open(cfg.faults, seed_of(cfg.seed, "room", step, g))
-            jobs.append((harness, task, room, seed_of(cfg.seed, "rollout", step, g, member)))
-    return jobs
+def met_fault(trajectory: Trajectory) -> bool:
+    """Whether a tool failed on it: an unreadable result that is not the answer to a wrong question."""
+    results = [e["text"] for e in trajectory.events if e["event"] == "tool_result" and e["tool"] != LOAD_SKILL]
+    return any(readable(text) is None and '"no_such_' not in text for text in results)
 
 
 def facts(trajectory: Trajectory, cfg: Config) -> dict[str, float]:
-    """What advantages and log need of one trajectory, as numbers (NaN = not scored), so that ranks can exchange it."""
+    """What advantages and log need to know of one trajectory, in numbers, so that ranks can exchange it."""
     rewards = {name: trajectory.rewards.get(name) for name in REWARDS}
-    row = {f"reward/{name}": math.nan if r is None else float(r) for name, r in rewards.items()}
-    row |= {f"stop/{reason}": float(trajectory.stop_reason == reason) for reason in get_args(StopReason)}
-    row["tokens"] = sum(trajectory.mask)
-    states = trajectory.states()
+    row = {f"reward/{name}": math.nan if r is None else r for name, r in rewards.items()}
+    row |= {f"stop/{reason}": trajectory.stop_reason == reason for reason in get_args(StopReason)}
+    row |= {"tokens": sum(trajectory.mask), "fault": met_fault(trajectory)}
     for name, segment in SEGMENTS.items():
-        think = [sum(trajectory.think[t] for t in positions) for s, positions in states if s == segment]
-        row[f"states/{name}"], row[f"think/{name}"] = len(think), sum(think)
-        row[f"penalty/{name}"] = sum(
-            think_penalty(n, cfg.think_free, cfg.think_full, cfg.think_penalty) for n in think
-        )
+        think = [sum(trajectory.think[t] for t in where) for s, where in trajectory.states() if s == segment]
+        penalty = sum(think_penalty(n, cfg.think_free, cfg.think_full, cfg.think_penalty) for n in think)
+        row |= {f"states/{name}": len(think), f"think/{name}": sum(think), f"penalty/{name}": penalty}
     return row
 
 
-def gather(rows: list[dict[str, float]], places: list[int], total: int, ranks: Dist) -> dict[str, Tensor]:
+def gather(rows: list[dict], places: list[int], total: int, ranks: Dist) -> dict[str, Tensor]:
     """The rows of all ranks, each at its place in the global batch, as columns (total,) that every rank holds."""
     table = torch.zeros(total, len(rows[0]), dtype=torch.float64)
     table[places] = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64)
-    table = ranks.all_reduce_sum(table.to(ranks.device)).cpu()
-    return dict(zip(rows[0], table.T, strict=True))
+    return dict(zip(rows[0], ranks.all_reduce_sum(table.to(ranks.device)).cpu().T, strict=True))
 
 
 def advantages_of(batch: dict[str, Tensor], groups: Tensor, cfg: Config) -> Tensor:
-    """(N, 2) final advantages of a global batch of `facts`; all zero for truncated and unscored trajectories."""
+    """Final advantages (N, 2) of a gathered batch; nobody knows what a rollout cut by length would have got."""
     rewards = {name: batch[f"reward/{name}"] for name in REWARDS}
-    scored = ~torch.stack([r.isnan() for r in rewards.values()]).all(0)
+    scored = ~torch.stack(list(rewards.values())).isnan().all(0)
     penalty, states = (torch.stack([batch[f"{what}/{s}"] for s in SEGMENTS], 1) for what in ("penalty", "states"))
     return segment_advantages(rewards, penalty, states > 0, scored & (batch["stop/length"] == 0), groups, cfg.floor)
+
+
+def summary(batch: dict[str, Tensor]) -> dict[str, float]:
+    """Means over what was scored (NaN if nothing was), reasoning tokens per state, and how the rollouts ended."""
+    out = {name: float(batch[f"reward/{name}"].nanmean()) for name in REWARDS}
+    out = {"score": 50 * (out["accuracy"] + out["effectiveness"])} | out
+    out |= {f"think/{s}": float(batch[f"think/{s}"].sum() / batch[f"states/{s}"].sum()) for s in SEGMENTS}
+    return out | {name: int(x.sum()) for name, x in batch.items() if name.startswith("stop/")}
+
+
+def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks: Dist) -> tuple[dict, list[Trajectory]]:
+    """Greedy on the fixed slice, no faults: the summary over all ranks, and this rank's trajectories."""
+    mine = range(ranks.rank, cfg.eval_requests, ranks.world)
+    seeds = [seed_of("evaluation", i) for i in mine]
+    tasks = [make_task(world, seed) for seed in seeds]
+    jobs = [(harness, task, task.open(NO_FAULTS, seed), seed) for task, seed in zip(tasks, seeds, strict=True)]
+    trajectories = collect(engine, jobs, greedy=True)
+    return summary(gather([facts(t, cfg) for t in trajectories], list(mine), cfg.eval_requests, ranks)), trajectories
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # update
 
 
-def update(policy, reference, optimizer, trajectories, advantages, part, cfg: Config, ranks: Dist) -> dict[str, float]:
-    """One round of optimizer steps on this rank's trajectories (advantages (n, 2)); returns what the log wants.
+def learning_rate(step: int, cfg: Config) -> float:
+    """Of step 1 .. steps: linear warmup times a linear way to lr_end."""
+    decay = 1 - (1 - cfg.lr_end) * (step - 1) / max(1, cfg.steps - 1)
+    return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
 
-    part: (n,) the minibatch of each trajectory, the same whichever rank holds it. Trajectories whose advantages are all
-    zero are dropped here. All ranks take the same steps on the same gradient: sums of loss terms under global votes.
+
+def update(policy, reference, optimizer, trajectories, advantages, minibatch, cfg: Config, ranks: Dist) -> dict:
+    """One round of optimizer steps on this rank's trajectories with advantages (n, 2); what the log wants of it.
+
+    minibatch: (n,) which optimizer step each belongs to, whichever rank holds it. Trajectories whose advantages are all
+    zero are dropped. Every rank takes the same step: a sum of loss terms under votes counted over all ranks.
     """
     low, high = torch.tensor([cfg.clip_tool, cfg.clip_reply], device=ranks.device).T
-    parameters = [p for p in policy.model.parameters() if p.requires_grad]
-    sums = dict.fromkeys(("clipped/tool", "clipped/reply", "votes/tool", "votes/reply", "entropy", "tokens"), 0.0)
-    first, norms = None, []
+    count, norms = Counter(), []
     for k in range(cfg.minibatches):
-        chosen = [i for i, a in enumerate(advantages) if part[i] == k and a.any()]
-        chosen.sort(key=lambda i: len(trajectories[i].ids))  # similar lengths together: less padding
-        present = torch.tensor([[s in trajectories[i].segment for s in SEGMENTS.values()] for i in chosen])
-        votes = float(ranks.all_reduce_sum(present.sum().double().to(ranks.device)))
+        chosen = [i for i in range(len(trajectories)) if minibatch[i] == k and advantages[i].any()]
+        chosen.sort(key=lambda i: len(trajectories[i].ids))  # like lengths together: less padding
+        votes = sum(s in trajectories[i].segment for i in chosen for s in SEGMENTS.values())
+        votes = ranks.all_reduce_sum(torch.tensor(float(votes), device=ranks.device)).item()
         if votes == 0:
             continue
-        total = torch.zeros(8, dtype=torch.float64, device=ranks.device)
-        for i in range(0, len(chosen), cfg.micro):
-            micro = chosen[i : i + cfg.micro]
-            total += backward(policy, reference, [trajectories[j] for j in micro], advantages[micro], low, high, votes, cfg)
-        for p in parameters:  # a rank without samples still takes part
+        for start in range(0, len(chosen), cfg.micro):
+            micro = chosen[start : start + cfg.micro]
+            columns = ([getattr(trajectories[i], name) for i in micro] for name in ("ids", "mask", "logps", "segment"))
+            ids, mask, old, segment = pad_batch(*columns, device=ranks.device)  # (B, T) each
+            logps, entropy = token_logps(policy.model, ids, mask, cfg.temperature, entropy=True)
+            a = advantages[micro].to(ranks.device, torch.float32)
+            loss, stats = gspo_loss(logps, old, segment * mask, a, low, high, votes)
+            if reference:
+                with torch.no_grad():
+                    anchor = token_logps(reference.model, ids, mask, cfg.temperature)
+                loss = loss + cfg.kl * kl_loss(logps, anchor, segment * mask, votes)
+            loss.backward()
+            count.update({f"{name}/{s}": x for name, each in stats.items() for s, x in zip(SEGMENTS, each.tolist())})
+            count.update(loss=loss.item(), entropy=entropy.detach().sum().item(), tokens=mask.sum().item())
+            if not norms:  # nothing has been updated yet: the ratio must be 1
+                count.update(first=stats["deviation"].sum().item() / votes)
+        for p in policy.model.parameters():  # a rank without samples takes part all the same
             p.grad = ranks.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, cfg.grad_clip, error_if_nonfinite=True)))
+        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), cfg.grad_clip, error_if_nonfinite=True)
+        norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
-        ...
+    names = ["loss", "first", "entropy", "tokens", *(f"{name}/{s}" for name in ("clipped", "votes") for s in SEGMENTS)]
+    sums = torch.tensor([count[name] for name in names], dtype=torch.float64, device=ranks.device)
+    total = dict(zip(names, ranks.all_reduce_sum(sums).tolist(), strict=True))
+    clip = {f"clip/{s}": total[f"clipped/{s}"] / max(1, total[f"votes/{s}"]) for s in SEGMENTS}
+    entropy = total["entropy"] / max(1, total["tokens"])
+    log = {"loss": total["loss"], "first_ratio_off": total["first"], **clip, "entropy": entropy}
+    return log | {"grad_norm": sum(norms) / max(1, len(norms)), "updates": len(norms)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the run
+
+
+def starting_policy(cfg: Config, device) -> Policy:
+    dtype = getattr(torch, cfg.dtype)
+    if cfg.layers == 0:
+        return load(cfg.model, device, dtype)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(cfg.model)
+    return create(tokenizer, layers=cfg.layers, seed=seed_of(cfg.seed, "init"), device=device, dtype=dtype)
+
+
+def save_whole(policy: Policy, path: Path):
+    """The policy as a Hugging Face directory that is whole or absent."""
+    temp = path.with_name(path.name + ".tmp")
+    for old in (temp, path):
+        shutil.rmtree(old, ignore_errors=True)
+    policy.save(temp)
+    os.replace(temp, path)
+
+
+def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, ranks: Dist) -> dict:
+    """Rollout, advantages, update. All randomness is seeded by (seed, step, index): a resumed step is the same step."""
+    started = time.perf_counter()
+    mine = range(ranks.rank, cfg.groups, ranks.world)
+    trajectories = collect(engine, training_jobs(cfg, world, harness, step, mine))
+    rollout_s = time.perf_counter() - started
+
+    groups = torch.arange(cfg.groups).repeat_interleave(cfg.group_size)  # (N,) of the global batch
+    places = [g * cfg.group_size + m for g in mine for m in range(cfg.group_size)]
+    batch = gather([facts(t, cfg) for t in trajectories], places, len(groups), ranks)
+    if batch["tokens"].sum() == 0:
+        raise BadInput(f"no rollout sampled a single token: the prompt does not fit into --context {cfg.context}")
+    advantages = advantages_of(batch, groups, cfg)
+    order = torch.randperm(cfg.groups, generator=torch.Generator().manual_seed(seed_of(cfg.seed, "minibatch", step)))
+
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, cfg)
+    minibatch = order[groups] % cfg.minibatches
+    own = (trajectories, advantages[places], minibatch[places])
+    log = summary(batch) | update(engine.policy, reference, optimizer, *own, cfg, ranks)
+
+    kept, fault = advantages.any(1), batch["fault"] > 0
+    log |= {"dropped": int((~kept).sum()), "dropped_groups": cfg.groups - len(groups[kept].unique())}
+    log |= {"fault_recovery": float(batch["reward/accuracy"][fault].nanmean()), "lr": learning_rate(step, cfg)}
+    log |= {"tokens_per_s": float(batch["tokens"].sum()) / rollout_s, "rollout_s": rollout_s}
+    return log | {"update_s": time.perf_counter() - started - rollout_s}
+
+
+def plot(run_dir: Path):
+    """metrics.jsonl -> reward.png and think_length.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for picture, label, names in (
+        ("reward.png", "mean reward of the rollouts", REWARDS),
+        ("think_length.png", "reasoning tokens per state", [f"think/{s}" for s in SEGMENTS]),
+    ):
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        for name in names:
+            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            axes.plot(*zip(*points), label=name.removeprefix("think/")) if points else None
+        axes.set(xlabel="step", ylabel=label)
+        axes.legend()
+        figure.savefig(run_dir / picture, dpi=120)
+        pyplot.close(figure)
+
+
+def main(argv: list[str]):
+    cfg = parse(Config, PRESETS, argv, __doc__)
+    ranks = dist(None if cfg.device == "auto" else cfg.device)
+    if cfg.groups % ranks.world or cfg.eval_requests < ranks.world:
+        raise BadInput(f"--groups must be a multiple of the {ranks.world} processes, --eval-requests no less than them")
+    if cfg.think_full <= cfg.think_free:
+        raise BadInput(f"--think-full {cfg.think_full} must be above --think-free {cfg.think_free}")
+    world, unseen = World.load(cfg.world, "train"), World.load(cfg.world, "test")
+    harness = Harness.load(cfg.harness)
+    policy = starting_policy(cfg, ranks.device)
+    reference = starting_policy(cfg, ranks.device) if cfg.kl else None
+
+    record = Run(cfg.out, cfg, cfg.resume, base=f"runs/rl-{cfg.config}", ranks=ranks)
+    state = {}
+    if record.start:
+        _, directory, state = load_checkpoint(record.dir, ranks)
+        policy = load(directory, ranks.device, getattr(torch, cfg.dtype))
+    optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
+    engine = Engine(policy, cfg.slots, cfg.context, cfg.temperature)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        before, after = state["before"], state["after"]
+    else:
+        before, _ = evaluate(engine, unseen, harness, cfg, ranks)
+        after = before
+        record.log(0, **{f"eval/{name}": value for name, value in before.items()})
+
+    with Stop(ranks) as stop, tqdm(initial=record.start, total=cfg.steps, disable=ranks.rank > 0) as bar:
+        for step in range(record.start + 1, cfg.steps + 1):
+            log = train_step(step, engine, reference, optimizer, world, harness, cfg, ranks)
+            if step == cfg.steps or (cfg.eval_every and step % cfg.eval_every == 0):
+                after, trajectories = evaluate(engine, unseen, harness, cfg, ranks)
+                log |= {f"eval/{name}": value for name, value in after.items()}
+                if ranks.rank == 0:
+                    lines = (json.dumps(t.to_dict(), ensure_ascii=False) + "\n" for t in trajectories)
+                    write_text(record.dir / "trajectories.jsonl", "".join(lines))
+            record.log(step, **log)
+            stopping = stop.requested
+            if step == cfg.steps or step % cfg.save_every == 0 or stopping:
+                state = {"optimizer": optimizer.state_dict(), "before": before, "after": after}
+                save_checkpoint(record.dir, step, policy.save, state, ranks)
+            bar.set_postfix({k: f"{log[k]:.3g}" for k in ("score", "think/tool", "think/reply", "tokens_per_s")})
+            bar.update()
+            if stopping:
+                break
+
+    if ranks.rank == 0:
+        save_whole(policy, record.dir / "model")
+        plot(record.dir)
+        record.say(f"{cfg.eval_requests} unseen requests      before       after")
+        for name in ("score", *REWARDS, *(f"think/{s}" for s in SEGMENTS)):
+            record.say(f"{name:22} {before[name]:>10.3f}  {after[name]:>10.3f}")
+        record.say(f"{record.dir}: model/, trajectories.jsonl, reward.png, think_length.png")
+
+
+if __name__ == "__main__":
+    cli(main)

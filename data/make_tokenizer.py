@@ -4,7 +4,7 @@
 
 A prompt shows a tool in a list, a call writes it between quotes, a skill body puts it into a sentence: a small model copies it
 only when all three are the same ids. So no piece crosses a space, a quote or other punctuation, camelCase splits at its humps,
-digits stand alone, and so do `_` and every Han character. Runs of JSON punctuation (`", "`, `": {"`)
+digits stand alone, and so does every Han character; `_` goes with the word behind it. Runs of JSON punctuation (`", "`, `": {"`)
 are pieces of their own and become single tokens.
 
 The merges of ASCII pieces are learned (`tokenizers`' BPE trainer); every other character of the corpus gets its token by rule,
@@ -27,8 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
+from chat import Codec  # noqa: E402
 from common import BadInput, cli, parse, write_json, write_text  # noqa: E402
-from data import general  # noqa: E402
+from data import general, random_harness  # noqa: E402
 
 
 @dataclass
@@ -36,12 +37,13 @@ class Config:
     out: str = str(ROOT / "data" / "base-small")  # directory of the three files
     merges: int = 1200  # learned merges of ASCII pieces
     samples: int = 20000  # general instructions in the corpus
+    dialogues: int = 1500  # dialogues under random harnesses
     seed: int = 0  # of those samples
 
 
 PIECES = "|".join(
     [
-        r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])",  # a word, split at camelCase humps
+        r"_?[A-Z]?[a-z]+|_?[A-Z]+(?![a-z])",  # a word, split at camelCase humps; a snake_case part takes its `_` along
         r"[0-9]",
         r'[{}\[\]":,](?:[{}\[\]":,]|\x20(?=["{\[]))*',  # JSON punctuation; a space only before what it opens
         r"\n+",
@@ -97,7 +99,10 @@ TEMPLATE = """\
 
 
 def corpus(config):
-    """Texts to learn from: general instructions (train split) and the prose and JSON of the harnesses that lie in data/."""
+    """Texts to learn from: general instructions, dialogues under random harnesses, and what lies in data/ (for its characters)."""
+    codec = Codec(build([], 0))  # bytes alone: enough to run the dialogues
+    for i in range(config.dialogues):
+        yield codec.decode([t for t in random_harness.dialogue(codec, i).ids if t not in codec.added.values()])
     rng = random.Random(config.seed)
     for _ in range(config.samples):
         example = general.sample(rng, "train")
@@ -138,7 +143,7 @@ def character_merges(texts):
     """Merges that join the UTF-8 bytes of every non-ASCII character of the texts (and of general.HAN) into one token."""
     symbol = byte_symbols()
     merges = {}
-    for c in sorted({c for text in texts for c in text if not c.isascii()} | set(general.HAN)):
+    for c in sorted({c for text in texts for c in text if not c.isascii()} | set(general.HAN + random_harness.CHARACTERS)):
         parts = [symbol[b] for b in c.encode("utf-8")]
         for i in range(1, len(parts)):
             merges["".join(parts[:i]), parts[i]] = None

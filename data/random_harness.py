@@ -181,6 +181,8 @@ MESSAGES = {
     "fact_risk": ["“{detail}”查不到依据", "没有查到“{detail}”"],
     "reply_length": ["太长了，最多{max_reply_chars}字", "超出{max_reply_chars}字"],
 }
+# every character of the pools, for the tokenizer
+CHARACTERS = "".join(c for c in Path(__file__).read_text(encoding="utf-8") if not c.isascii())
 
 
 def random_harness(h: Harness, rng: random.Random) -> Harness:

@@ -1,4 +1,4 @@
-"""The HSA-RL objective: rewards -> advantages -> loss, checked against numbers worked out by hand and exact expectations."""
+"""The HSA-RL objective, rewards -> advantages -> loss: numbers worked out by hand and exact expectations."""
 
 import itertools
 import math
@@ -63,7 +63,7 @@ def test_unequal_groups_by_id():
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.7, 1 / 3, 1e6 + 0.1])
 def test_constant_groups_are_exactly_zero(value):
-    """FAULTS 19: the mean of equal floats may be off by an ulp; the advantage may not. Ragged groups, and no scaling after."""
+    """FAULTS 19: the mean of equal floats may be off by an ulp; the advantage may not. Ragged groups."""
     groups = [0] * 3 + [1] * 7 + [2]
     assert rl.gdpo(t(*[value] * 11), torch.tensor(groups)).abs().max() == 0
     same = dict.fromkeys(rl.REWARDS, [value] * 11)
@@ -81,7 +81,7 @@ def test_none_leaves_mean_and_std():
 
 
 def test_segment_advantages_by_hand():
-    """Two rollouts that call tools: the tool segment gets tool + skill + accuracy, the reply accuracy + effectiveness."""
+    """Two callers: the tool segment gets tool + skill + accuracy, the reply accuracy + effectiveness."""
     out = advantages([0, 0], accuracy=[1, 0], effectiveness=[0, 1], tool=[1, 0])
     z = 0.5 / (0.5 + 1e-4)
     tool = t(2 * z, -2 * z)
@@ -156,7 +156,7 @@ def test_truncated_rollouts_leave_the_baseline():
 
 
 def test_rollout_without_tool_calls_carries_tool_rewards_on_its_reply():
-    """FAULTS 25, and the baseline is the whole group's: the caller's own tool reward sets the mean of the one that did not call."""
+    """FAULTS 25. The baseline is the whole group's: the caller's tool reward counts in the mean of the other one."""
     present = [[True, True], [False, True]]
     out = advantages([0, 0], present=present, tool=[0, 1])
     z = 0.5 / (0.5 + 1e-4)
@@ -221,7 +221,7 @@ def test_ratio_comes_from_stored_logps():
 
 
 def test_masked_tokens_get_no_gradient():
-    """FAULTS 15: an environment token's log-prob changes neither the loss nor any gradient, and its own is exactly 0."""
+    """FAULTS 15: an environment token's log-prob changes neither loss nor any gradient; its own is exactly 0."""
     logps, old, segment = logps_like(BATCH)
     adv = torch.tensor([[1.0, -2.0], [0.5, 1.0], [0.0, 3.0]])
     loss, _ = loss_of(logps, old, segment, adv, low=LOW + 9, high=HIGH + 9)
@@ -257,7 +257,7 @@ def test_micro_batches_do_not_change_the_gradient(split):
 
 @pytest.mark.parametrize("segment_id, column", [(1, 0), (2, 1)])
 def test_segments_are_independent(segment_id, column):
-    """FAULTS 17: an advantage of one segment moves no gradient of the other; tool rewards leave callers' replies alone."""
+    """FAULTS 17: an advantage moves no gradient of the other segment; tool rewards leave callers' replies alone."""
     logps, old, segment = logps_like(BATCH)
     grads = []
     for value in (0.5, -4.0):
@@ -285,11 +285,10 @@ def test_kl_has_the_gradient_of_the_reverse_kl():
     z = torch.tensor([0.3, -0.5, 0.1, 0.9]).requires_grad_()
     p, ref = z.log_softmax(0), torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     exact = torch.autograd.grad((p.exp() * (p - ref)).sum(), z, retain_graph=True)[0]
-    expected = sum(
-        p[a].exp().detach()
-        * torch.autograd.grad(rl.kl_loss(p[a][None, None], ref[a][None, None], torch.tensor([[2]]), 1), z, retain_graph=True)[0]
-        for a in range(4)
-    )
+    expected = torch.zeros(4)
+    for a in range(4):
+        loss = rl.kl_loss(p[a][None, None], ref[a][None, None], torch.tensor([[2]]), votes=1)
+        expected += p[a].exp().detach() * torch.autograd.grad(loss, z, retain_graph=True)[0]
     torch.testing.assert_close(expected, exact)
 
 
@@ -298,7 +297,7 @@ def test_kl_has_the_gradient_of_the_reverse_kl():
 
 
 class Toy:
-    """First token: 0, 1 = call a tool (segment 1), 2 = answer at once (segment 2). After a call, one of 3 reply tokens."""
+    """First token: 0, 1 = call a tool (segment 1), 2 = answer at once (segment 2). A call leads to one of 3 replies."""
 
     def __init__(self):
         g = torch.Generator().manual_seed(1)
@@ -340,14 +339,14 @@ class Toy:
 
 
 def test_expected_loss_gradient_is_the_policy_gradient():
-    """With the whole-group baseline and carried tool rewards, E[grad loss] = -grad E[accuracy + tool], call or no call."""
+    """With the whole group's baseline and carried tool rewards, E[grad loss] = -grad E[accuracy + tool]."""
     toy = Toy()
     for got, exact in zip(toy.expected_loss_gradient(), toy.exact_gradient(), strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
 
 
 def test_baseline_over_callers_only_would_be_biased():
-    """Why the baseline runs over the whole group: over those of one choice, the choice itself gets no gradient at all."""
+    """Why the baseline runs over the whole group: over those of one choice, the choice itself gets no gradient."""
     toy = Toy()
     got, exact = toy.expected_loss_gradient(whole_group=False)[0], toy.exact_gradient()[0]
     assert abs(got[2]) < 1e-9 < 1e-3 < abs(exact[2])

@@ -1,0 +1,379 @@
+"""The engine against plain loops over the whole history: same tokens, same log-probs, and no way to hang it."""
+
+import random
+import time
+
+import common  # noqa: F401  before torch
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from chat import Codec, Turn
+from common import BadInput
+from infer import Engine, argmax, sample
+from model import Policy, create, pad_batch, token_logps
+
+WORDS = 90  # plain words of the toy vocabulary; five special tokens follow, then padding up to 128
+
+
+def toy_tokenizer():
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>")
+
+
+def sharpen(model):
+    """Large weights: a fresh model's next-token distribution is too flat to tell right from wrong."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(6.0 if p.dim() > 1 else 1.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def policy():
+    policy = create(toy_tokenizer(), hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64, seed=1)
+    sharpen(policy.model)
+    return policy
+
+
+def loop(prompt, turns, seed, new=12, seconds=0.0):
+    """A toy agent: ragged deltas after each sample; returns (ids, mask, logps, finishes)."""
+    rng = random.Random(seed)
+    delta, ids, mask, logps, finishes = list(prompt), [], [], [], []
+    for _ in range(turns):
+        got = yield Turn(list(delta), [], new)
+        ids += delta + got.ids
+        mask += [0] * len(delta) + [1] * len(got.ids)
+        logps += [0.0] * len(delta) + got.logps
+        finishes.append(got.finish)
+        assert len(got.ids) == len(got.logps)
+        if got.finish in ("context", "error"):
+            break
+        delta = [rng.randrange(WORDS) for _ in range(rng.randrange(1, 9))]
+        time.sleep(seconds)
+    return ids, mask, logps, finishes
+
+
+def prompts(n, seed=0):
+    """Ragged prompts: groups of three equal ones, and a beginning that all share."""
+    rng = random.Random(seed)
+    begin = [rng.randrange(WORDS) for _ in range(20)]
+    groups = [begin + [rng.randrange(WORDS) for _ in range(rng.randrange(1, 40))] for _ in range(-(-n // 3))]
+    return [groups[i // 3] for i in range(n)]
+
+
+def loops(n, turns=3, new=12, **options):
+    return [loop(p, turns, i, new, **options) for i, p in enumerate(prompts(n))]
+
+
+def tokens_of(results):
+    return [r[0] for r in results]
+
+
+@torch.no_grad()
+def plain_greedy(policy, agent):
+    """The same loop without an engine: the whole history through the model for every single token."""
+    context, turn = [], next(agent)
+    while True:
+        context += turn.ids
+        ids, logps, finish = [], [], "length"
+        for _ in range(turn.max_new_tokens):
+            logits = policy.model(torch.tensor([context + ids])).logits[0, -1, : policy.codec.vocab_size]
+            ids.append(int(logits.argmax()))
+            logps.append(float(logits.log_softmax(-1).max()))
+            if ids[-1] in policy.codec.stop_ids:
+                finish = "stop"
+                break
+        context += ids
+        try:
+            turn = agent.send(type("Sample", (), {"ids": ids, "logps": logps, "finish": finish}))
+        except StopIteration as end:
+            return end.value
+
+
+def of_family(family):
+    shape = dict(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    config, model = {
+        "qwen3": (Qwen3Config(**shape, num_key_value_heads=2, head_dim=16), Qwen3ForCausalLM),
+        "qwen2": (Qwen2Config(**shape, num_key_value_heads=1), Qwen2ForCausalLM),
+        "llama": (LlamaConfig(**shape, num_key_value_heads=4), LlamaForCausalLM),
+    }[family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = sharpen(model(config).eval())
+    tokenizer = toy_tokenizer()
+    return Policy(model, tokenizer, Codec(tokenizer), family)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the same as a plain loop
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("slots", [1, 4, 16])
+def test_greedy_equals_plain_loop(family, slots):
+    policy = of_family(family)
+    got = Engine(policy, slots=slots, context=256).run(loops(7), list(range(7)), greedy=True)
+    want = [plain_greedy(policy, agent) for agent in loops(7)]
+    assert tokens_of(got) == tokens_of(want)
+    assert [r[3] for r in got] == [r[3] for r in want]
+    for a, b in zip(got, want, strict=True):
+        assert np.allclose(a[2], b[2], atol=1e-4)
+
+
+def test_logps_are_those_of_the_trainer(policy):
+    got = Engine(policy, slots=5, temperature=0.7).run(loops(12), list(range(12)))
+    ids, mask, logps = pad_batch(*(list(x) for x in zip(*(r[:3] for r in got), strict=True)))
+    again = token_logps(policy.model, ids, mask, temperature=0.7)
+    assert mask.sum() > 100
+    assert (again - logps).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("top_p,top_k", [(0.8, 0), (1.0, 5), (0.7, 20)])
+def test_logps_are_those_of_the_cut_distribution(policy, top_p, top_k):
+    engine = Engine(policy, slots=4, temperature=1.3, top_p=top_p, top_k=top_k)
+    for ids, mask, logps, _ in engine.run(loops(6), list(range(6))):
+        with torch.no_grad():
+            logits = policy.model(torch.tensor([ids])).logits[0, :, : policy.codec.vocab_size] / 1.3
+        for t in (t for t, m in enumerate(mask) if m):
+            p, order = logits[t - 1].softmax(-1).sort(descending=True)
+            p = p[:top_k] / p[:top_k].sum() if top_k else p
+            kept = int((p.cumsum(-1) - p < top_p).sum())
+            place = order.tolist().index(ids[t])
+            assert place < kept
+            assert abs(float((p[place] / p[:kept].sum()).log()) - logps[t]) < 1e-4
+
+
+def test_half_precision_runs(policy):
+    half = create(policy.tokenizer, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64, dtype=torch.bfloat16)
+    got = Engine(half, slots=4).run(loops(6), list(range(6)))
+    ids, mask, logps = pad_batch(*(list(x) for x in zip(*(r[:3] for r in got), strict=True)))
+    assert (token_logps(half.model, ids, mask) - logps).abs().max() < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# seeds and order
+
+
+def test_same_seed_same_output_in_any_batch(policy):
+    want = Engine(policy, slots=12).run(loops(12), list(range(12)))
+    order = random.Random(5).sample(range(12), 12)
+    for slots in (1, 3, 12):
+        got = Engine(policy, slots=slots).run([loops(12)[i] for i in order], order)
+        assert tokens_of(got) == [tokens_of(want)[i] for i in order]
+    other = Engine(policy, slots=12).run(loops(12), list(range(100, 112)))
+    assert tokens_of(other) != tokens_of(want)
+
+
+def test_global_random_state_is_not_used(policy):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    Engine(policy, slots=4).run(loops(4), list(range(4)))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+
+
+def test_group_members_share_no_lists(policy):
+    a, b, c = Engine(policy).run([loop(prompts(1)[0], 2, 7) for _ in range(3)], [4, 4, 4])
+    assert a[0] == b[0] == c[0]
+    a[0].append(-1)
+    a[2].append(-1.0)
+    assert b[0] == c[0] != a[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is reused
+
+
+def test_a_shared_prompt_is_computed_once(policy):
+    prompt = prompts(1, seed=2)[0]
+    engine = Engine(policy, slots=8)
+    engine.run([loop(prompt, 1, i) for i in range(8)], list(range(8)))
+    assert engine.stats["prefilled"] == len(prompt) + 7
+    assert engine.stats["reused"] == 7 * (len(prompt) - 1)
+
+
+def test_a_slot_remembers_the_prompt_of_its_last_rollout(policy):
+    prompt = prompts(1, seed=2)[0]
+    engine = Engine(policy, slots=1)
+    engine.run([loop(prompt, 2, i) for i in range(3)], list(range(3)))
+    assert engine.stats["reused"] >= 2 * (len(prompt) - 1)
+
+
+def test_later_turns_compute_only_the_delta(policy):
+    engine = Engine(policy, slots=1)
+    (ids, mask, _, finishes) = engine.run([loop(prompts(1)[0], 4, 0)], [0])[0]
+    assert len(finishes) == 4
+    # what the environment added, and the last sample of each turn but the final one, whose keys were not yet needed
+    assert engine.stats["prefilled"] == mask.count(0) + 3
+    assert engine.stats["sampled"] == mask.count(1)
+
+
+def test_stats_add_up(policy):
+    done = []
+    engine = Engine(policy, slots=3)
+    got = engine.run(loops(7), list(range(7)), progress=done.append)
+    assert sum(done) == 7
+    assert engine.stats["turns"] == sum(len(r[3]) for r in got)
+    assert engine.stats["sampled"] == sum(sum(r[1]) for r in got)
+    assert engine.stats["loop_ms_per_turn"] > 0
+    assert engine.run([], []) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ends
+
+
+def test_context_is_checked_before_sampling(policy):
+    def agent(prompt, new):
+        got = yield Turn(prompt, [], new)
+        return got
+
+    prompt = [1] * 30
+    run = Engine(policy, slots=3, context=32).run
+    full, tight, over = run([agent(prompt * 2, 8), agent(prompt, 8), agent([1] * 32, 8)], [0, 1, 2])
+    assert (full.ids, full.finish) == ([], "context")
+    assert (over.ids, over.finish) == ([], "context")
+    assert tight.finish in ("context", "stop") and len(tight.ids) <= 2
+    none, one = run([agent(prompt, 0), agent(prompt, 1)], [0, 1])
+    assert (none.ids, none.finish) == ([], "length")
+    assert len(one.ids) == 1 and one.finish in ("length", "stop")
+
+
+def test_long_rollouts_end_at_the_context(policy):
+    got = Engine(policy, slots=4, context=80).run(loops(8, turns=50), list(range(8)))
+    assert all(len(ids) <= 80 + 8 and finishes[-1] == "context" for ids, _, _, finishes in got)
+    assert all(sum(mask) + 1 <= 80 for _, mask, _, _ in got)
+
+
+def test_padding_rows_of_the_embedding_are_never_sampled(policy):
+    model = create(policy.tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64)
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[model.codec.vocab_size :] = 50.0
+    for greedy in (False, True):
+        got = Engine(model, slots=8).run(loops(8), list(range(8)), greedy=greedy)
+        assert max(max(r[0]) for r in got) < model.codec.vocab_size
+
+
+def test_nan_ends_a_rollout(policy):
+    model = create(policy.tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64)
+    with torch.no_grad():
+        model.model.base_model.norm.weight.fill_(float("nan"))
+    for greedy in (False, True):
+        engine = Engine(model, slots=2)
+        got = engine.run(loops(4), list(range(4)), greedy=greedy)
+        assert [r[3] for r in got] == [["error"]] * 4
+        assert engine.stats["nan"] == 4
+
+
+def test_deadline_cuts_a_rollout(policy):
+    engine = Engine(policy, slots=4, context=4096, deadline_s=0.3)
+    got = engine.run([loop(p, 1, 0, new=4000) for p in prompts(4)], [0, 1, 2, 3])
+    assert all(r[3] in (["error"], ["stop"]) for r in got)
+    assert engine.stats["expired"] == sum(r[3] == ["error"] for r in got)
+    assert engine.stats["seconds"] < 3
+
+
+def test_a_stuck_tool_stops_nobody_else(policy):
+    def stuck():
+        yield Turn([1, 2, 3], [], 2)
+        time.sleep(3)
+        yield Turn([1], [], 2)
+
+    engine = Engine(policy, slots=3, deadline_s=0.6)
+    got = engine.run([stuck(), *loops(5, turns=2)], list(range(6)))
+    assert got[0] is None and engine.stats["stuck"] == 1
+    assert all(r is not None for r in got[1:])
+    assert engine.stats["seconds"] < 2.5
+    want = Engine(policy, slots=3).run(loops(5, turns=2), [1, 2, 3, 4, 5])
+    assert tokens_of(got[1:]) == tokens_of(want)
+
+
+def test_slow_tools_run_side_by_side(policy):
+    engine = Engine(policy, slots=8, deadline_s=30)
+    want = Engine(policy, slots=8).run(loops(8), list(range(8)))
+    got = engine.run(loops(8, seconds=0.1), list(range(8)))
+    assert tokens_of(got) == tokens_of(want)
+    assert engine.stats["loop_s"] > 2.0 > engine.stats["seconds"]
+
+
+def test_faults_of_the_program_come_through(policy):
+    def broken():
+        yield Turn([1, 2], [], 2)
+        raise TypeError("broken tool code")
+
+    policy.model.train()
+    with pytest.raises(TypeError, match="broken tool code"):
+        Engine(policy).run([*loops(2), broken()], [0, 1, 2])
+    assert policy.model.training and policy.model.config._attn_implementation == "sdpa"
+    policy.model.eval()
+
+
+def test_settings_out_of_range_are_refused(policy):
+    for bad in ({"temperature": 0}, {"top_p": 0}, {"top_k": -1}, {"slots": 0}, {"context": 10**6}):
+        with pytest.raises(BadInput):
+            Engine(policy, **bad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the sampler alone
+
+
+def test_samples_have_the_distribution():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf"), 0.5])
+    n = 20_000
+    u = torch.from_numpy(np.random.default_rng(0).random(n, dtype=np.float32))
+    for top_p, top_k in ((1.0, 0), (0.9, 0), (1.0, 3), (0.6, 3)):
+        tokens, logps = sample(logits.expand(n, -1), u, 0.8, top_p, top_k)
+        p, order = (logits / 0.8).softmax(-1).sort(descending=True)
+        p = p[:top_k] / p[:top_k].sum() if top_k else p
+        p = torch.where(p.cumsum(-1) - p < top_p, p, 0)
+        want = torch.zeros(6).index_put((order[: len(p)],), p / p.sum())
+        seen = torch.bincount(tokens, minlength=6)
+        assert (seen[want == 0] == 0).all()
+        kept = want > 0
+        chi = ((seen[kept] - n * want[kept]) ** 2 / (n * want[kept])).sum()
+        assert chi < 22  # 0.1% with five degrees of freedom is 20.5
+        assert torch.allclose(logps, want.log()[tokens], atol=1e-5)
+
+
+def test_sampler_at_the_edges():
+    last_below_one = np.nextafter(np.float32(1), np.float32(0))
+    u = torch.tensor([0.0, last_below_one, 1.0, 0.5])
+    logits = torch.full((4, 300), float("-inf"))
+    logits[:, 100:200] = torch.linspace(-30, 3, 100)
+    for top_p, top_k in ((1.0, 0), (0.99, 0), (1.0, 7)):
+        tokens, logps = sample(logits, u, 1.0, top_p, top_k)
+        assert ((tokens >= 100) & (tokens < 200)).all()
+        assert torch.isfinite(logps).all()
+    logits[2] = float("nan")
+    for top_p, top_k in ((1.0, 0), (0.99, 0), (1.0, 7)):
+        tokens, logps = sample(logits, u, 1.0, top_p, top_k)
+        assert ((tokens >= 0) & (tokens < 300)).all()
+        assert torch.isnan(logps).tolist() == [False, False, True, False]
+    assert torch.isnan(argmax(logits)[1]).tolist() == [False, False, True, False]
+
+
+def test_top_p_is_the_same_with_and_without_a_full_sort():
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(rng.normal(size=(32, 3000)).astype(np.float32))
+    u = torch.from_numpy(rng.random(32, dtype=np.float32))
+    for scale in (0.3, 1.0, 4.0):  # flat: needs the sort; peaked: a few candidates do
+        tokens, logps = sample(logits * scale, u, 1.0, 0.9)
+        p, order = (logits * scale).softmax(-1).sort(descending=True)
+        p = torch.where(p.cumsum(-1) - p < 0.9, p, 0)
+        p = p / p.sum(-1, keepdim=True)
+        place = (order == tokens[:, None]).int().argmax(-1)
+        assert torch.allclose(p.gather(-1, place[:, None])[:, 0].log(), logps, atol=1e-4)

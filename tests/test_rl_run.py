@@ -1,0 +1,160 @@
+"""Whole runs of rl.py on a tiny new policy: first ratio, log, files, kill and resume, two processes, refusals.
+
+A new policy babbles until it is cut, and would be dropped for it; `child` scores babble as if it were an agent's, so that
+there is something to learn. This file is also the script that the tests start: python tests/test_rl_run.py RL_FLAGS.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import common
+
+import pytest
+import torch
+
+import rl
+from data import make_tokenizer
+
+SEEDED = ("score", *rl.REWARDS, "think/tool", "loss", "entropy", "grad_norm", "clip/reply", "dropped", "first_ratio_off")
+
+
+def fake_score(harness, task, t):
+    """Rewards of babble by its ids. Its first half counts as a tool call whose first tokens are reasoning."""
+    where = [i for i, sampled in enumerate(t.mask) if sampled]
+    half = where[: len(where) // 2]
+    for i in half:
+        t.segment[i], t.state[i] = rl.TOOL, 0
+    for i in where[len(half) :]:
+        t.segment[i], t.state[i] = rl.REPLY, 1
+    for i in half[: 1 + t.ids[where[0]] % len(half)]:
+        t.think[i] = 1
+    t.stop_reason = "reply"
+    even = [t.ids[i] % 2 == 0 for i in where]
+    tool = None if task.seed % 7 == 0 else float(even[0])
+    return {"accuracy": float(even[1]), "effectiveness": sum(even) / len(even), "tool": tool, "skill": 1.0}
+
+
+def child(argv):
+    rl.score = fake_score
+    rl.main(argv)
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Flags of a tiny run: a tokenizer made on the spot, a harness that lets it babble 12 tokens."""
+    place = tmp_path_factory.mktemp("rl")
+    make_tokenizer.main(["--out", str(place / "base"), "--samples", "200"])
+    shutil.copytree(ROOT / "data" / "harness", place / "harness")
+    settings = common.read_json(place / "harness" / "harness.json")
+    settings["limits"]["max_state_tokens"] = 12
+    common.write_json(place / "harness" / "harness.json", settings)
+    where = {"model": place / "base", "harness": place / "harness", "world": ROOT / "data" / "world" / "zh.json"}
+    return ["--config", "tiny", "--device", "cpu", *(word for k, v in where.items() for word in (f"--{k}", str(v)))]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    """The directory of a run of four steps that nothing interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "score", fake_score)
+        rl.main([*flags, "--steps", "4", "--out", str(out)])
+    return out
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def seeded(out):
+    return [{k: v for k, v in row.items() if k in SEEDED or k.startswith("eval/")} for row in rows(out)]
+
+
+def start(*words, launcher=()):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, __file__, *words]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path, process):
+    while not path.exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+
+
+def test_first_ratio_is_one(whole):
+    """FAULTS 11: engine and trainer agree on the log-probs of the first minibatch, at each step of the run."""
+    trained = [row for row in rows(whole) if row.get("updates")]
+    assert len(trained) == 4 and all(row["first_ratio_off"] < 1e-4 for row in trained)
+    assert all(row["grad_norm"] > 0 for row in trained)
+
+
+def test_run_leaves_its_files(whole):
+    log = rows(whole)
+    assert [row["step"] for row in log] == [0, 1, 2, 3, 4]
+    assert "eval/score" in log[0] and "eval/score" in log[4] and "eval/score" not in log[2]
+    trajectories = [json.loads(line) for line in (whole / "trajectories.jsonl").read_text().splitlines()]
+    assert len(trajectories) == 4 and rl.Trajectory.from_dict(trajectories[0]).harness_commit
+    for name in ("reward.png", "think_length.png"):
+        assert (whole / name).read_bytes().startswith(b"\x89PNG")
+    saved, last = rl.load(whole / "model"), rl.load(whole / "ckpt-000004" / "model")
+    assert all(torch.equal(a, b) for a, b in zip(saved.model.parameters(), last.model.parameters(), strict=True))
+    assert "before" in (whole / "log.txt").read_text()
+
+
+def test_kill_and_resume_bit_for_bit(flags, whole, tmp_path):
+    """FAULTS 31, 32: Ctrl-C, resume, SIGKILL, resume; weights and log are those of the run that nothing interrupted."""
+    words = [*flags, "--steps", "4", "--out", str(out := tmp_path / "run")]
+    process = start(*words)
+    wait_for(out / "ckpt-000001", process)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130 and not (out / "model").exists()
+    process = start(*words, "--resume")
+    wait_for(out / "ckpt-000003", process)
+    process.kill()
+    process.communicate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "score", fake_score)
+        rl.main([*words, "--resume"])
+    assert seeded(out) == seeded(whole)
+    weights = "model/model.safetensors"
+    assert (out / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def test_two_processes_take_the_same_step(flags, whole, tmp_path):
+    """FAULTS 16: rollouts sharded by group, one vote count, gradients summed before the clip."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = start(*flags, "--steps", "2", "--out", str(out := tmp_path / "run"), launcher=launcher)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    for got, want in zip(seeded(out)[:3], seeded(whole), strict=False):
+        assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--think-full", "5", "--think-free", "5"], "--think-full 5 must be above --think-free 5"),
+        (["--context", "40"], "does not fit into --context 40"),
+        (["--groups", "0"], "--groups"),
+        (["--clip-tol", "1,2"], "--clip-tool"),
+    ],
+)
+def test_bad_input_is_one_line(flags, tmp_path, words, message):
+    """FAULTS 7 among them: a batch in which nothing was sampled is refused, not trained."""
+    with pytest.raises(common.BadInput, match=message):
+        rl.main([*flags, "--out", str(tmp_path / "run"), *words])
+
+
+if __name__ == "__main__":
+    common.cli(child)
