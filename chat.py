@@ -15,6 +15,7 @@ Left out: images, parallel system messages, and templates that are not ChatML.
 
 import json
 import re
+from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -112,9 +113,9 @@ class Trajectory:
         self._extend(sample.ids, [1] * n, sample.logps, [segment] * n, think, [state] * n)
 
     def _extend(self, *columns) -> None:
+        assert len({len(column) for column in columns}) == 1, [len(column) for column in columns]
         for name, column in zip(self.TOKEN_FIELDS, columns, strict=True):
             getattr(self, name).extend(column)
-        self.__post_init__()
 
     def states(self) -> list[tuple[int, list[int]]]:
         """(segment, token positions) of each assistant message, in order; empty states (nothing sampled) are absent."""
@@ -136,8 +137,10 @@ class Trajectory:
 # tool-call text -> calls
 
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_TAG = re.compile(r"<(?=/?(?:tool_call|think)>)")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+MAX_DEPTH = 32  # of the JSON in a call: deeper is no honest call, and breaks whatever walks, copies or stores it
 
 
 def parse_calls(text: str) -> tuple[str, list[Call]]:
@@ -156,11 +159,14 @@ def _read_call(body: str) -> Call:
         found = _FUNCTION.fullmatch(body)
         if not found:
             return Call("", error="function is not closed by </function>")
-        return Call(found.group(1).strip(), {k.strip(): v for k, v in _PARAMETER.findall(found.group(2))})
+        name, inside = found.group(1).strip(), found.group(2)
+        if _PARAMETER.sub("", inside).strip():
+            return Call(name, error="a function holds nothing but <parameter=key> value </parameter>")
+        return Call(name, {k.strip(): v for k, v in _PARAMETER.findall(inside)})
     try:
-        data = json.loads(body, parse_constant=_refuse_constant)
+        data = _strict_json(body)
         if isinstance(data, dict) and isinstance(data.get("arguments"), str):
-            data["arguments"] = json.loads(data["arguments"], parse_constant=_refuse_constant)
+            data["arguments"] = _strict_json(data["arguments"])
     except (ValueError, RecursionError) as e:
         return Call("", error=f"call is not valid JSON: {e}"[:200])
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
@@ -171,8 +177,18 @@ def _read_call(body: str) -> Call:
     return Call(data["name"], arguments)
 
 
-def _refuse_constant(name):
-    raise ValueError(f"{name} is not JSON")
+def _strict_json(text: str):
+    """The value of a JSON text; ValueError too for NaN, 1e999, half a surrogate pair: nobody could store those."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    return value
+
+
+def _depth(value) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def coerce(arguments: dict, schema: dict) -> dict:
@@ -182,18 +198,31 @@ def coerce(arguments: dict, schema: dict) -> dict:
     """
     out = {}
     for key, value in arguments.items():
-        kind = schema.get("properties", {}).get(key, {}).get("type")
-        kinds = kind if isinstance(kind, list) else [kind]
-        if isinstance(value, str) and kind and "string" not in kinds:
+        kinds = _types(schema.get("properties", {}).get(key))
+        if isinstance(value, str) and kinds and "string" not in kinds:
             text = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
             with suppress(ValueError, RecursionError):  # not of the asked type: the schema check will say so
-                value = json.loads(text, parse_constant=_refuse_constant)
+                value = _strict_json(text)
         out[key] = value
     return out
 
 
+def _types(schema) -> set[str]:
+    """The types that a schema allows; empty when it names none."""
+    if not isinstance(schema, dict):
+        return set()
+    kind = schema.get("type", [])
+    own = {kind} if isinstance(kind, str) else set(kind)
+    return own.union(*(_types(option) for option in [*schema.get("anyOf", []), *schema.get("oneOf", [])]))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the codec
+
+
+def valid(text: str) -> str:
+    """Text that UTF-8 can carry: half a surrogate pair, which comes in through JSON escapes, becomes a `?`."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 class Markup(str):
@@ -233,6 +262,7 @@ class Codec:
     def __init__(self, tokenizer, calls: Literal["hermes", "xml"] = "hermes", thinking: bool = True):
         self.tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self.calls, self.thinking = calls, thinking
+        self.opens = calls == "xml" and thinking  # each assistant turn is opened with <think>
         self.added = {t.content: i for i, t in self.tokenizer.get_added_tokens_decoder().items()}
         for name in ("<|im_start|>", "<|im_end|>"):
             if name not in self.added:
@@ -250,8 +280,8 @@ class Codec:
     def encode(self, text: str) -> list[int]:
         """Plain text -> ids. No id is that of an added token: each occurrence is cut after its first character."""
         ids, start = [], 0
-        text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates come in through JSON escapes
-        for found in self._added_pattern.finditer(text):
+        text = valid(text)
+        while found := self._added_pattern.search(text, start):
             ids += self._raw(text[start : found.start() + 1])
             start = found.start() + 1
         return ids + self._raw(text[start:])
@@ -319,7 +349,7 @@ class Codec:
         return pieces
 
     def _opening(self) -> list[str]:
-        opened = ("<think>\n" if self.thinking else "<think>\n\n</think>\n\n") if self.calls == "xml" else ""
+        opened = ("<think>\n" if self.opens else "<think>\n\n</think>\n\n") if self.calls == "xml" else ""
         return [Markup("<|im_start|>assistant\n" + opened)]
 
     # -- policy side
@@ -336,23 +366,22 @@ class Codec:
 
     def _call_text(self, call: Call) -> str:
         if self.calls == "hermes":
-            return json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+            text = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+            return _TAG.sub(r"\\u003c", text)  # a tag inside an argument must not end the call
         value = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in call.arguments.items()}
         parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in value.items())
         return f"<function={call.name}>\n{parameters}</function>"
 
     def render(self, message: Message) -> list[int]:
         """The ids that a policy samples for this message, end of turn included (teachers and supervised data)."""
-        opened = self.calls == "xml" and self.thinking
-        think = [Markup("<think>\n")] if message.reasoning and not opened else []
-        return self._ids([*think, *self._body(message, opened or bool(think))])
+        think = [Markup("<think>\n")] if self.thinking and message.reasoning and not self.opens else []
+        return self._ids([*think, *self._body(message, self.opens or bool(think))])
 
     def parse(self, ids: list[int]) -> Message:
         """Sampled ids -> message. Never raises; unfinished reasoning gives an empty message with that reasoning."""
         text = self.decode([i for i in ids if i not in self.stop_ids])
         before, closed, after = text.partition("</think>")
-        opens = self.calls == "xml" and self.thinking
-        if not closed and not opens and not text.lstrip().startswith("<think>"):
+        if not closed and not self.opens and not text.lstrip().startswith("<think>"):
             before, after = "", text
         reasoning = before.strip().removeprefix("<think>").strip()
         content, calls = parse_calls(after)
@@ -360,12 +389,11 @@ class Codec:
 
     def think_mask(self, ids: list[int]) -> list[int]:
         """1 for each sampled id up to and including </think> (all of them when the reasoning never ends)."""
-        opens = self.calls == "xml" and self.thinking
         end = self.added.get("</think>")
         if end is not None and end in ids:
             n = ids.index(end) + 1
-        elif end is None and "</think>" in self.decode(ids):  # a tokenizer that spells the tag: shortest such prefix
-            n = next(n for n in range(1, len(ids) + 1) if "</think>" in self.decode(ids[:n]))
+        elif "</think>" in (text := self.decode(ids)):  # spelled in plain tokens: the shortest prefix that has it all
+            n = bisect_left(range(len(ids)), True, key=lambda i: "</think>" in self.decode(ids[: i + 1])) + 1
         else:
-            n = len(ids) if opens or self.decode(ids[:8]).lstrip().startswith("<think>") else 0
+            n = len(ids) if self.opens or text.lstrip().startswith("<think>") else 0
         return [1] * n + [0] * (len(ids) - n)

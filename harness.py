@@ -9,7 +9,7 @@ On disk (the conventions its users already know):
 
     harness.json            name, limits, prompt block order, item formats, fallback reply
     skills/<name>/SKILL.md  Agent Skills: YAML front matter + Markdown body, disclosed only by load_skill
-    tools.json              OpenAI function schemas
+    tools.json              OpenAI function schemas; MCP tools/list and Anthropic input_schema are read too
     hooks.json              [{"event", "matcher", "check", "params", "message"}]
     prompt/*.md             blocks with {placeholders}
 
@@ -28,23 +28,28 @@ Left out: hooks that call other models, parallel tool execution.
 import copy
 import hashlib
 import importlib
+import inspect
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
+import referencing
 import yaml
 
-from chat import REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, Turn, coerce
+from chat import REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, Turn, coerce, valid
 from common import BadInput, cli, option, parse, read_json, write_json, write_text
 
 LOAD_SKILL = "load_skill"  # id of the one tool that the harness itself answers
 EVENTS = ("input", "tool_call", "tool_result", "reply")
+RULES = ("opening", "must_say", "must_not_say", "closing", "max_chars")  # metadata that replies are checked for
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what a harness is made of
@@ -52,7 +57,7 @@ EVENTS = ("input", "tool_call", "tool_result", "reply")
 
 @dataclass
 class Skill:
-    """One SKILL.md. rules: the checkable values of its body (closing, must_say, must_not_say, max_chars ...)."""
+    """One SKILL.md. rules: its metadata; those of RULES are checked, and must stand in the body as {key}."""
 
     id: str
     name: str
@@ -72,6 +77,9 @@ class Tool:
     parameters: dict
     param_ids: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self):
+        self.param_ids = {k: self.param_ids.get(k, k) for k in self.parameters.get("properties", {})}
+
     def schema(self) -> dict:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
@@ -84,10 +92,13 @@ class Tool:
         return f"{self.name}({', '.join(listed)})"
 
 
-def _kind(schema: dict) -> str:
-    kind = schema.get("type", "any")
+def _kind(schema: dict | bool) -> str:
+    if not isinstance(schema, dict):
+        return "any"
     short = {"integer": "int", "string": "str", "boolean": "bool"}
-    return "|".join(schema["enum"]) if schema.get("enum") else short.get(kind, str(kind))
+    kinds = schema.get("type", "any")
+    kinds = schema.get("enum") or (kinds if isinstance(kinds, list) else [kinds])
+    return "|".join(short.get(str(kind), str(kind)) for kind in kinds)
 
 
 @dataclass
@@ -134,35 +145,42 @@ class Harness:
     @cached_property
     def commit(self) -> str:
         """Content hash: the first 12 hex digits of SHA-256 over the canonical JSON of all that the policy can meet."""
-        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(self._content(), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def copy(self, **changes) -> "Harness":
         """A deep copy with some fields replaced, validated anew: how every other harness state is made."""
-        values = {f.name: changes.get(f.name, getattr(self, f.name)) for f in fields(self)}
-        return Harness(**copy.deepcopy(values))
+        return copy.deepcopy(replace(self, **changes))
 
     def diff(self, other: "Harness") -> list[str]:
-        """What changed per module, a line each: '- skills/item_qa.name: item_qa -> answer'."""
+        """What changed per module, a line each: '- skills/item_qa/name: item_qa -> answer'. Empty: the same commit."""
         lines = []
 
         def walk(path, a, b):
             if isinstance(a, dict) and isinstance(b, dict):
                 for key in [*a, *(k for k in b if k not in a)]:
                     walk(f"{path}/{key}" if path else str(key), a.get(key), b.get(key))
-            elif a != b:
-                lines.append(f"- {path}: {_short(a)} -> {_short(b)}")
+            elif a != b or type(a) is not type(b):
+                lines.append(f"- {path}: {' -> '.join(_short(a, b))}")
 
-        def by_id(h):
-            d = asdict(h)
-            for part in ("skills", "tools"):
-                d[part + ".order"] = [x["id"] for x in d[part]]
-                d[part] = {x["id"]: x for x in d[part]}
-            d["hooks"] = {f"{x['event']}.{x['check']}": x for x in d["hooks"]}
-            return d
-
-        walk("", by_id(self), by_id(other))
+        walk("", self._content(), other._content())
         return lines
+
+    def _content(self) -> dict:
+        """All that counts, by id; each order that shows in a prompt is an entry of its own."""
+        d, seen = asdict(self), Counter()
+        d["blocks"] = {b: self.blocks[b] for b in [*self.system, self.user]}
+        for tool in d["tools"]:
+            tool["order"] = list(tool["parameters"].get("properties", {}))
+        for part in ("skills", "tools"):
+            d[part + " order"] = [x["id"] for x in d[part]]
+            d[part] = {x["id"]: x for x in d[part]}
+        for x in d["hooks"]:
+            seen[key := f"{x['event']}.{x['check']}"] += 1
+            x["key"] = key if seen[key] == 1 else f"{key} {seen[key]}"
+        d["hooks order"] = [x["key"] for x in d["hooks"]]
+        d["hooks"] = {x.pop("key"): x for x in d["hooks"]}
+        return d
 
     # -- names
 
@@ -194,41 +212,54 @@ class Harness:
     def load(cls, path: str | Path) -> "Harness":
         """Read and validate a harness directory; BadInput names the file (and line) of the first fault."""
         path = Path(path)
-        meta = read_json(path / "harness.json")
-        limits, known = meta.get("limits", {}), {f.name for f in fields(Limits)}
-        for key in set(limits) - known:
-            raise BadInput(f"{path / 'harness.json'}: unknown limit {key!r}; known: {', '.join(sorted(known))}")
-        for key in ("name", "system"):
-            if key not in meta:
-                raise BadInput(f"{path / 'harness.json'}: {key!r} is missing")
-        wanted = [*meta["system"], meta.get("user", "request")]
+        meta, tools, hooks = (read_json(path / f"{x}.json") for x in ("harness", "tools", "hooks"))
+        if isinstance(tools, dict):  # the answer to MCP's tools/list
+            tools = tools.get("tools")
+        for name, value, kind in (("harness", meta, dict), ("tools", tools, list), ("hooks", hooks, list)):
+            if not isinstance(value, kind):
+                raise BadInput(f"{path / name}.json: must be a JSON {'object' if kind is dict else 'list'}")
+        meta = {"limits": {}, "skills": [], "user": "request"} | meta
+        for key, kind in (("name", str), ("system", list), ("limits", dict), ("skills", list)):
+            if not isinstance(meta.get(key), kind):
+                raise BadInput(f"{path / 'harness.json'}: {key!r} is missing or no {kind.__name__}")
+        known = [f.name for f in fields(Limits)]
+        for key in meta["limits"]:
+            if key not in known:
+                raise BadInput(f"{path / 'harness.json'}: unknown limit {key!r}; known: {', '.join(known)}")
+        wanted = [*meta["system"], meta["user"]]
         blocks = {b: _read_text(path / "prompt" / f"{_safe(b, path / 'harness.json')}.md").strip() for b in wanted}
         keys = {k: meta[k] for k in ("user", "native_tools", "formats", "fallback") if k in meta}
+        order = [*meta["skills"], *sorted(d.name for d in (path / "skills").glob("[!.]*") if d.is_dir())]
+        folders = [path / "skills" / _safe(name, path / "harness.json") for name in dict.fromkeys(map(str, order))]
         try:
             return cls(
                 name=meta["name"],
-                skills=[load_skill(d / "SKILL.md") for d in sorted((path / "skills").glob("*")) if d.is_dir()],
-                tools=[
-                    load_tool(t, f"{path / 'tools.json'}[{i}]") for i, t in enumerate(read_json(path / "tools.json"))
-                ],
-                hooks=[
-                    _load_hook(h, f"{path / 'hooks.json'}[{i}]") for i, h in enumerate(read_json(path / "hooks.json"))
-                ],
+                skills=[load_skill(d / "SKILL.md") for d in folders],
+                tools=[load_tool(t, f"{path / 'tools.json'}[{i}]") for i, t in enumerate(tools)],
+                hooks=[_load_hook(h, f"{path / 'hooks.json'}[{i}]") for i, h in enumerate(hooks)],
                 blocks=blocks,
                 system=meta["system"],
-                limits=Limits(**limits),
+                limits=Limits(**meta["limits"]),
                 **keys,
             )
         except BadInput as e:
             raise BadInput(str(e) if str(path) in str(e) else f"{path}: {e}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the directory so that load gives an equal harness (same commit)."""
+        """Write the directory so that load gives an equal harness (same commit).
+
+        BadInput when the directory holds skills that this harness has not: they would be loaded with it.
+        """
         path = Path(path)
-        meta = {"name": self.name, "system": self.system, "user": self.user, "limits": asdict(self.limits)}
-        meta |= {"native_tools": self.native_tools, "formats": self.formats, "fallback": self.fallback}
-        for name, text in self.blocks.items():
-            write_text(path / "prompt" / f"{name}.md", text + "\n")
+        names = [s.name for s in self.skills]
+        for folder in sorted((path / "skills").glob("[!.]*")):
+            if folder.name not in names:
+                raise BadInput(f"{folder}: no skill of this harness; save into a new directory")
+        meta = {"name": self.name, "system": self.system, "user": self.user, "skills": names}
+        meta |= {"limits": asdict(self.limits), "native_tools": self.native_tools}
+        meta |= {"formats": self.formats, "fallback": self.fallback}
+        for name in [*self.system, self.user]:
+            write_text(path / "prompt" / f"{name}.md", self.blocks[name] + "\n")
         for s in self.skills:
             front = {"name": s.name, "description": s.description, "metadata": {"id": s.id, "kind": s.kind, **s.rules}}
             head = yaml.safe_dump(front, allow_unicode=True, sort_keys=False)
@@ -238,13 +269,19 @@ class Harness:
         write_json(path / "harness.json", meta)  # last: a directory without it is not a harness
 
 
-def _short(value) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _short(*values) -> list[str]:
+    """The values as texts of at most 80 characters, cut so that the place where they begin to differ is seen."""
+    texts = [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
+    differs = next((i for i, chars in enumerate(zip_longest(*texts)) if len(set(chars)) > 1), 0)
+    start = differs - 20 if differs > 60 else 0
+    cut = [text[start : start + 74] for text in texts]
+    return [
+        "..." * (start > 0) + part + "..." * (start + 74 < len(text)) for part, text in zip(cut, texts, strict=True)
+    ]
 
 
 def _safe(name: str, where) -> str:
-    if not re.fullmatch(r"[\w][\w.\-]*", str(name)) or ".." in name:
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.\-]*", name) or ".." in name:
         raise BadInput(f"{where}: {name!r} is no plain file name (letters, digits, _ and -)")
     return name
 
@@ -268,7 +305,7 @@ def load_skill(path: Path) -> Skill:
         raise BadInput(f"{path}:1: front matter is not closed by a line ---")
     try:
         front = yaml.safe_load("\n".join(lines[1:end]))
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: a date such as 2024-13-45
         mark = getattr(e, "problem_mark", None)
         raise BadInput(f"{path}:{mark.line + 2 if mark else 2}: front matter is not valid YAML") from None
     if not isinstance(front, dict):
@@ -278,7 +315,7 @@ def load_skill(path: Path) -> Skill:
         raise BadInput(f"{path}:2: name {name!r} must be 1-64 lowercase letters, digits, single - or _")
     if name != path.parent.name:
         raise BadInput(f"{path}:2: name {name!r} differs from its folder {path.parent.name!r}")
-    if not isinstance(description, str) or not 1 <= len(description) <= 1024:
+    if not isinstance(description, str) or not 1 <= len(description.strip()) <= len(description) <= 1024:
         raise BadInput(f"{path}:2: description must be a text of 1 to 1024 characters")
     if not isinstance(metadata, dict):
         raise BadInput(f"{path}:2: metadata must be a mapping")
@@ -288,11 +325,15 @@ def load_skill(path: Path) -> Skill:
 
 
 def load_tool(data: dict, where: str = "tool") -> Tool:
-    """One OpenAI function schema, wrapped in {"type": "function"} or bare, with optional "x-id" keys."""
+    """One OpenAI function schema, wrapped in {"type": "function"} or bare, with optional "x-id" keys.
+
+    The schema may also stand under `inputSchema` (MCP) or `input_schema` (Anthropic).
+    """
     f = data.get("function", data) if isinstance(data, dict) else {}
     if not isinstance(f, dict) or not isinstance(f.get("name"), str):
         raise BadInput(f"{where}: a tool is {{'name', 'description', 'parameters'}}; there is no name")
-    parameters = copy.deepcopy(f.get("parameters") or {"type": "object", "properties": {}})
+    schema = next((f[k] for k in ("parameters", "inputSchema", "input_schema") if f.get(k)), {"type": "object"})
+    parameters = copy.deepcopy(schema)
     try:
         jsonschema.Draft202012Validator.check_schema(parameters)
         properties = parameters.setdefault("properties", {})
@@ -327,23 +368,41 @@ def validate(h: Harness) -> None:
             if twice:
                 raise BadInput(f"two {kind}s have the {what} {twice[0]!r}")
     for s in h.skills:
+        _safe(s.name, "skills")
         if s.kind not in ("reply", "strategy"):
             raise BadInput(f"skills/{s.name}: metadata.kind is {s.kind!r}; it must be reply or strategy")
-        for key in s.rules:
-            if f"{{{key}}}" not in s.body:
+        for key, value in s.rules.items():
+            if not isinstance(value, str | int | float):
+                raise BadInput(f"skills/{s.name}: metadata {key!r} must be a text or a number, not {value!r}")
+            if key in RULES and f"{{{key}}}" not in s.body:
                 raise BadInput(f"skills/{s.name}: rule {key!r} of metadata is not shown: put {{{key}}} into the body")
+    for t in h.tools:
+        if not re.fullmatch(r"[^\s<>\"{}]+", t.name):
+            raise BadInput(f"tool name {t.name!r} cannot be called: no spaces, quotes, braces, < or >")
+        if len(set(t.param_ids.values())) < len(t.param_ids):
+            raise BadInput(f"tool {t.name}: two parameters have one x-id")
     for f in fields(Limits):
         value, least = getattr(h.limits, f.name), 0 if f.name in ("max_retries", "tool_timeout_s") else 1
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-            raise BadInput(f"limit {f.name} is {value!r}; it must be a number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int | f.type) or not least <= value < 10**9:
+            raise BadInput(f"limit {f.name} is {value!r}; it must be a number ({f.type.__name__}) of at least {least}")
     for hook in h.hooks:
+        kinds = (hook.event, str), (hook.check, str), (hook.matcher, str), (hook.params, dict), (hook.message, str)
+        if not all(isinstance(value, kind) for value, kind in kinds):
+            raise BadInput(f"hook {hook.check!r}: params must be an object, everything else a text")
         if hook.event not in EVENTS:
             raise BadInput(f"hook {hook.check!r}: event {hook.event!r} is none of {', '.join(EVENTS)}")
-        find_check(hook.check)
         try:
+            inspect.signature(find_check(hook.check)).bind(None, **hook.params)
             re.compile(hook.matcher)
+        except TypeError as e:
+            raise BadInput(f"hook {hook.check!r}: params {hook.params} do not fit: {e}") from None
         except re.error as e:
             raise BadInput(f"hook {hook.check!r}: matcher {hook.matcher!r} is no regular expression: {e}") from None
+    for key, text in h.formats.items():
+        if key not in ("skill", "tool", "link", "turn") or not isinstance(text, str):
+            raise BadInput(f"formats: {key!r}: {text!r}; there is a text for each of skill, tool, link, turn")
+    if not isinstance(h.fallback, str) or MARKUP.search(h.fallback):
+        raise BadInput(f"fallback {h.fallback!r} must be plain public text")
     for block in [*h.system, h.user]:
         if block not in h.blocks:
             raise BadInput(f"prompt block {block!r} is listed but there is no prompt/{block}.md")
@@ -397,7 +456,9 @@ def valid_arguments(m: Moment):
     if m.tool is None:
         return None
     schema = {"additionalProperties": False, **m.tool.parameters}
-    error = next(jsonschema.Draft202012Validator(schema).iter_errors(m.subject.arguments), None)
+    registry = referencing.Registry()  # knows nothing: a reference out of the schema is an error, not a download
+    validator = jsonschema.Draft202012Validator(schema, registry=registry)
+    error = next(validator.iter_errors(m.subject.arguments), None)
     return Deny(error.message[:120]) if error else None
 
 
@@ -433,8 +494,11 @@ def fact_risk(m: Moment):
     return Deny(word) if word else None
 
 
-# Public text is spoken aloud: no tags, no Markdown, no tool syntax, no special tokens.
-MARKUP = re.compile(r"</?\w[^>]*>|<\||\|>|```|\*\*|^#+ |^[-*] |\]\(|\{\s*\"|tool_call|<think", re.MULTILINE)
+# Public text is spoken aloud: no tags, no Markdown, no JSON, no tool syntax, no special tokens, no broken bytes.
+MARKUP = re.compile(
+    r"</?[A-Za-z!]|<\w[^>]*>|<\||\|>|```|\*\*|^#+ |^[-*] |\]\(|[\[{]\s*[\"'{]|tool_call|[\0-\x08\x0e-\x1f\ufffd]",
+    re.MULTILINE,
+)
 _TERM = re.compile(r"[A-Za-z]+|\d+(?:\.\d+)?")
 CHECKS: dict[str, Check] = {
     f.__name__: f
@@ -454,12 +518,12 @@ def find_check(name: str) -> Check:
         raise BadInput(f"hook check {name!r} does not exist; built in: {', '.join(CHECKS)}; yours: module:function")
     try:
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
+    except Exception as e:  # the module is user code: whatever stops its import
         raise BadInput(f"hook check {name!r} cannot be imported: {e}") from None
 
 
 def canonical(arguments: dict) -> str:
-    return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+    return json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=str)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -516,6 +580,9 @@ class Rollout:
             m.subject, m.tool = subject, tool
             try:
                 verdict = find_check(hook.check)(m, **hook.params)
+                kept = isinstance(getattr(verdict, "value", subject), type(subject))  # a rewrite stays of its kind
+                if not isinstance(verdict, Deny | Rewrite | None) or not kept:
+                    raise TypeError(f"the check answered {verdict!r}"[:200])
             except Exception as e:  # a hook is user code: whatever it raises is a denial in the trace, never a crash
                 verdict = Deny(f"{type(e).__name__}: {e}")
                 self.event("hook_error", check=hook.check, error=verdict.detail)
@@ -530,21 +597,28 @@ class Rollout:
 
     def call(self, call: Call) -> str:
         """Execute one call and return the text that the policy reads; every failure is a text too."""
-        tool = next((t for t in self.h.tools if t.name == call.name), None)
         if call.error:
             return self.refuse(call, call.error)
-        if tool:
-            call.arguments = coerce(call.arguments, tool.parameters)
+        tool, id = self.tool(call.name), call.id
+        call.arguments = coerce(call.arguments, tool.parameters if tool else {})
         call, denial = self.hooks("tool_call", call, tool)
         if denial is not None:
             return self.refuse(call, denial)
+        tool, call.id = self.tool(call.name), id  # a hook may have sent it to another tool
         if tool is None:
             return self.refuse(call, f"unknown tool {call.name!r}")
         arguments = {tool.param_ids.get(k, k): v for k, v in call.arguments.items()}
         self.event("tool_call", tool=tool.id, arguments=arguments, call_id=call.id)
         self.moment.calls.append((tool.id, canonical(call.arguments)))
-        text = self.load(arguments) if tool.id == LOAD_SKILL else self.execute(tool, arguments)
-        text, denial = self.hooks("tool_result", self.clean(text), tool)
+        if tool.id == LOAD_SKILL:
+            name = next(iter(arguments.values()), None)
+            skill = next((s for s in self.h.skills if s.name == name), None)
+            if skill is None:
+                return self.refuse(call, f"unknown skill {name!r}")
+            text = self.load(skill)
+        else:
+            text = self.execute(tool, arguments)
+        text, denial = self.hooks("tool_result", text, tool)
         if denial is not None:
             return self.refuse(call, denial)
         self.event("tool_result", tool=tool.id, text=text, call_id=call.id)
@@ -552,16 +626,15 @@ class Rollout:
             self.moment.evidence.append(text)
         return text
 
+    def tool(self, name: str) -> Tool | None:
+        return next((t for t in self.h.tools if t.name == name), None)
+
     def refuse(self, call: Call, why: str) -> str:
         self.retries += 1
         self.event("tool_error", name=call.name, call_id=call.id, error=why)
         return json.dumps({"error": why}, ensure_ascii=False)
 
-    def load(self, arguments: dict) -> str:
-        name = next(iter(arguments.values()), None)
-        skill = next((s for s in self.h.skills if s.name == name), None)
-        if skill is None:
-            return json.dumps({"error": f"unknown skill {name!r}"}, ensure_ascii=False)
+    def load(self, skill: Skill) -> str:
         if skill not in self.moment.loaded:
             self.moment.loaded.append(skill)
         self.event("skill", skill=skill.id)
@@ -570,24 +643,25 @@ class Rollout:
     def execute(self, tool: Tool, arguments: dict) -> str:
         """The room's answer, within the deadline if one is set; a crash or a hang is a counted, readable failure."""
         box: list = []
+        arguments = copy.deepcopy(arguments)  # the trace keeps its own, whatever a tool does to these
 
         def work():
             try:
-                box.append(self.room.call(tool.id, arguments))
+                box.append(self.clean(self.room.call(tool.id, arguments)))
             except Exception as e:  # a tool is somebody's server: its failure belongs to the trace, not to the batch
-                self.event("tool_crash", tool=tool.id, error=f"{type(e).__name__}: {e}")
-                box.append(json.dumps({"error": "tool crashed"}))
+                box.append(e)
 
-        if not self.h.limits.tool_timeout_s:
-            work()
-        else:
+        if self.h.limits.tool_timeout_s:
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
             thread.join(self.h.limits.tool_timeout_s)
-        if not box:
-            self.event("tool_crash", tool=tool.id, error="deadline")
-            return json.dumps({"error": "timeout"})
-        return box[0]
+        else:
+            work()
+        result = next(iter(box), None)  # read once: a late thread may still write, and is not heard
+        if isinstance(result, str):
+            return result
+        self.event("tool_crash", tool=tool.id, error=f"{type(result).__name__}: {result}" if result else "deadline")
+        return json.dumps({"error": "tool crashed" if result else "timeout"})
 
     def clean(self, result) -> str:
         """Any result -> valid text: bytes decoded, objects as JSON without NaN, cut at max_result_chars with a note."""
@@ -595,7 +669,7 @@ class Rollout:
             result = result.decode("utf-8", "replace")
         if not isinstance(result, str):
             result = json.dumps(_finite(result), ensure_ascii=False, default=str)
-        limit = self.h.limits.max_result_chars
+        result, limit = valid(result), self.h.limits.max_result_chars
         return result if len(result) <= limit else f"{result[:limit]}... ({len(result) - limit} more characters cut)"
 
 
@@ -617,7 +691,7 @@ def run(h: Harness, request, room, codec: Codec, seed: int = 0) -> Generator[Tur
     t, m, limits = r.trajectory, r.moment, h.limits
 
     # 1 normalise context
-    m.danmaku = "\n".join(request) if isinstance(request, list) else str(request)
+    m.danmaku = valid("\n".join(request) if isinstance(request, list) else str(request))
     m.danmaku, denial = r.hooks("input", m.danmaku)
     r.event("input", danmaku=m.danmaku)
     if denial is not None:
@@ -634,12 +708,12 @@ def run(h: Harness, request, room, codec: Codec, seed: int = 0) -> Generator[Tur
         sample = yield Turn(delta, messages, limits.max_state_tokens)
         said = codec.parse(sample.ids) if sample.ids else Message()
         t.append_sample(sample, TOOL if said.calls else REPLY, codec.think_mask(sample.ids), state)
-        r.event("state", state=state, **asdict(said))
+        for call in said.calls:
+            call.id = f"{state}.{call.id}"
+        r.event("state", state=state, **vars(said) | {"calls": [dict(vars(call)) for call in said.calls]})
         if sample.finish != "stop":
             return finish(r, "error" if sample.finish == "error" else "length")
         if said.calls:
-            for call in said.calls:
-                call.id = f"{state}.{call.id}"
             messages = [{"role": "tool", "content": r.call(call)} for call in said.calls]
         else:
             reply, denial = r.hooks("reply", said.content)

@@ -7,13 +7,16 @@
 An agent loop is a generator: it yields a `Turn` (token ids to append) and is sent a `Sample` (what the policy said).
 Each loop holds a *row* of a KV buffer until it returns, tools included. One step is one forward pass over a flat list
 of tokens: one token of every row that is sampling, and all that is new of every row that begins a turn. Nothing is
-padded, and no row waits for another. A new row first copies the longest prefix that it shares with some other row: the
-prompt of a group, or the system prompt of a harness, is computed once.
+padded, and rows do not wait for each other. A new row first copies the longest prefix that it shares with some other
+row: the prompt of a group, or the system prompt of a harness, is computed once.
 
     engine = Engine(policy, slots=64, context=1024)
-    loops = [run(harness, task.request, task.open(faults, s), policy.codec, s) for s in seeds]
+    loops = [run(harness, task.danmaku, task.open(), policy.codec, seed) for seed in seeds]
     trajectories = engine.run(loops, seeds)
     engine.stats                                         tokens_per_s, prefilled, reused, loop_ms_per_turn, ...
+
+Without a deadline a run is reproducible bit for bit; in another batch, or with a deadline, up to float rounding.
+`python bench/rollout.py` measures it: 3 to 6 times the tokens per second of `generate` on the whole history.
 
 Works with every Hugging Face causal LM of plain attention layers (Qwen2, Qwen3, Llama, ...), on CPU and CUDA.
 Left out: sliding-window and recurrent layers, paged memory, tensor parallelism; a serving engine has those.
@@ -40,6 +43,7 @@ from model import Policy
 
 GROW = 64  # the KV buffer grows by this many positions; multiples of 8 keep CUDA's masked attention on its fast path
 BUDGET = 4096  # tokens of new prompts in one step, the others wait for the next: bounds the activations
+GRACE = 1.0  # seconds that a loop may run on after its deadline, to end in order, before it counts as stuck
 SHARE = 16  # a shared prefix must be this much longer for a new row to wait a step until it can be copied
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -53,33 +57,31 @@ def sample(logits, u, temperature=1.0, top_p=1.0, top_k=0):
     In the order of Hugging Face: temperature, top-k, then the smallest set of what is left whose mass reaches top_p.
     A row with NaN gives a token in range and a NaN log-prob.
     """
-    x = logits.float() / temperature  # (N, V)
-    logp, tokens = x - x.logsumexp(-1, keepdim=True), None
+    p, tokens = (logits.float() / temperature).softmax(-1), None  # (N, V)
     if top_k > 0 or top_p < 1:
-        logp, tokens = _candidates(logp, top_p, top_k)  # (N, K) descending
-        ahead = logp.exp().cumsum(-1) - logp.exp()  # the mass before each candidate
-        logp = logp.masked_fill(ahead >= top_p, -math.inf)
-        logp = logp - logp.logsumexp(-1, keepdim=True)
-    cdf = logp.exp().cumsum(-1)
+        p, tokens = _candidates(p, top_p, top_k)  # (N, K) descending
+        ahead = p.cumsum(-1) - p  # the mass before each candidate
+        p = p.masked_fill(ahead >= top_p, 0)
+        p = p / p.sum(-1, keepdim=True)
+    cdf = p.cumsum(-1)
     total = cdf[:, -1:]
     # strictly below the total, to which u * total may round up: what follows the last positive p has probability 0
     goal = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
     index = torch.searchsorted(cdf, goal, right=True).clamp_(max=cdf.shape[-1] - 1)  # (N, 1)
-    return (index if tokens is None else tokens.gather(-1, index))[:, 0], logp.gather(-1, index)[:, 0]
+    return (index if tokens is None else tokens.gather(-1, index))[:, 0], p.gather(-1, index)[:, 0].log()
 
 
-def _candidates(logp, top_p, top_k):
-    """Log-probs in descending order and their tokens: the top_k, renormalised, or enough to hold top_p of the mass."""
-    vocab = logp.shape[-1]
+def _candidates(p, top_p, top_k):
+    """Probabilities in descending order and their tokens: top_k, renormalised, or enough to hold top_p of the mass."""
     if top_k > 0:
-        values, tokens = logp.topk(min(top_k, vocab), dim=-1)
-        return values - values.logsumexp(-1, keepdim=True), tokens
+        values, tokens = p.topk(min(top_k, p.shape[-1]), dim=-1)
+        return values / values.sum(-1, keepdim=True), tokens
     for k in (128, 1024):  # on a CPU a full sort costs more than a small model does, and few batches need one
-        if k < vocab:
-            values, tokens = logp.topk(k, dim=-1)
-            if bool((values.exp().sum(-1) >= top_p).all()):
+        if k < p.shape[-1]:
+            values, tokens = p.topk(k, dim=-1)
+            if bool((values.sum(-1) >= top_p).all()):
                 return values, tokens
-    return logp.sort(dim=-1, descending=True)
+    return p.sort(dim=-1, descending=True)
 
 
 @torch.inference_mode()
@@ -104,7 +106,8 @@ class Buffer:
         config = model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        empty = torch.empty(slots, kv_heads, 0, head_dim, dtype=model.dtype, device=model.device)
+        self.device, self.dtype = model.device, model.dtype  # both walk over all weights: ask once, not in each step
+        empty = torch.empty(slots, kv_heads, 0, head_dim, dtype=self.dtype, device=self.device)
         self.keys, self.values = [empty] * config.num_hidden_layers, [empty] * config.num_hidden_layers
         self.slots, self.length = slots, 0
 
@@ -198,6 +201,7 @@ class Row:
     cached: int  # leading tokens whose keys and values are in the buffer
     length: int = 0  # tokens of the context, sampled ones included
     state: str = "away"  # away: its loop is running; new: nothing of it has been computed; live: it is sampled
+    resumed: float = 0.0  # when its loop was last sent something
     limit: int = 0  # tokens that this turn may sample
     cut: str = "length"  # the finish when it reaches the limit
     ids: list[int] = field(default_factory=list)  # sampled in this turn
@@ -290,10 +294,10 @@ class Engine:
                 self.results[row.index] = answer.value
                 self._end(row)
             else:
-                answer.add_note(f"raised by rollout {row.index}")
                 raise answer
         if self.deadline_s is not None:
-            for row in [r for r in self.rows if r.state == "away" and time.perf_counter() > r.deadline]:
+            now = time.perf_counter()
+            for row in [r for r in self.rows if r.state == "away" and now > max(r.deadline, r.resumed + GRACE)]:
                 self.stats["stuck"] += 1
                 self._end(row)
 
@@ -306,7 +310,7 @@ class Engine:
 
     def _resume(self, row, answer: Sample | None):
         """Let the loop run. Under a deadline it gets a thread: a tool that hangs then stops nobody else."""
-        row.state = "away"
+        row.state, row.resumed = "away", time.perf_counter()
         if self.deadline_s is None:
             _talk(row, answer, self.inbox)
         else:
@@ -320,8 +324,10 @@ class Engine:
         stop, row.ids, row.logps = row.length + len(turn.ids), [], []
         room = self.context - stop
         row.limit, row.cut = (turn.max_new_tokens, "length") if turn.max_new_tokens <= room else (room, "context")
-        if row.limit < 1 or time.perf_counter() > row.deadline:
-            return self._close_turn(row, row.cut if row.limit < 1 else "error")
+        if time.perf_counter() > row.deadline:
+            return self._fail(row, "expired")
+        if row.limit < 1:
+            return self._close_turn(row, row.cut)
         if row.length:
             row.state = "live"
             self.stats["reused"] += row.cached
@@ -332,9 +338,12 @@ class Engine:
         row.length = stop
 
     def _close_turn(self, row, finish):
-        row.failed = finish == "error"
-        self.stats["expired"] += time.perf_counter() > row.deadline
         self._resume(row, Sample(row.ids, row.logps, finish))
+
+    def _fail(self, row, why):
+        row.failed = True
+        self.stats[why] += 1
+        self._close_turn(row, "error")
 
     def _end(self, row):
         """A rollout is over: its slot goes to a waiting one, or else to the last row, so that the rows stay compact."""
@@ -375,8 +384,7 @@ class Engine:
             self.stats["prefilled"] += row.length - row.cached
         row.cached = row.length
         if math.isnan(logp):
-            self.stats["nan"] += 1
-            return self._close_turn(row, "error")
+            return self._fail(row, "nan")
         self.tokens[row.slot, row.length] = token
         row.length += 1
         row.ids.append(token)
@@ -386,7 +394,7 @@ class Engine:
         elif len(row.ids) == row.limit:
             self._close_turn(row, row.cut)
         elif now > row.deadline:
-            self._close_turn(row, "error")
+            self._fail(row, "expired")
 
     def _choose(self):
         """Which rows take part in this step, as booleans; new rows get the prefix that they share with another.
@@ -425,10 +433,10 @@ class Engine:
         row = np.repeat(np.arange(n), new)  # (T,)
         position = np.arange(stop[-1]) + np.repeat(past + new - stop, new)  # (T,)
         ids, row_, position_, last = (
-            torch.from_numpy(x).to(model.device) for x in (self.tokens[row, position], row, position, stop - 1)
+            torch.from_numpy(x).to(buffer.device) for x in (self.tokens[row, position], row, position, stop - 1)
         )
-        seen = torch.arange(buffer.length, device=model.device) <= position_[last][:, None]  # (N, L)
-        bias = torch.zeros(seen.shape, dtype=model.dtype, device=model.device).masked_fill_(~seen, -math.inf)
+        seen = torch.arange(buffer.length, device=buffer.device) <= position_[last][:, None]  # (N, L)
+        bias = torch.zeros(seen.shape, dtype=buffer.dtype, device=buffer.device).masked_fill_(~seen, -math.inf)
         spans = [(i, int(stop[i] - new[i]), int(stop[i]), int(past[i])) for i in np.flatnonzero(new > 1)]
         step = Step(row_, position_, last if spans else None, bias[:, None, None], spans, buffer)
         out = model(

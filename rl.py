@@ -11,12 +11,13 @@ selection) are credited to two segments s of a rollout, its tool-call states and
     rho_st  = sg[rho_s] exp(logp_t - sg[logp_t])                     its token form
     loss    = - mean over (trajectory, segment) of mean_{t in s} min(rho_st A, clip(rho_st, 1 - lo_s, 1 + hi_s) A)
 
-logp_old are the log-probs the engine sampled with, so the very first ratio is 1 and engine/trainer mismatch is part of
-the ratio. Rollouts that were cut by length, or could not be scored, join neither baseline nor loss; rollouts whose
-final advantages are all zero are dropped. Each (trajectory, segment) has one vote, counted over the whole global batch.
+A is A_hat_s, sg stops the gradient, and logp_old is what the engine sampled with: the first ratio is 1, and any
+mismatch of engine and trainer is part of it. Rollouts that were cut by length, or could not be scored, join neither
+baseline nor loss; those whose final advantages are all zero are dropped. Each (trajectory, segment) has one vote, and
+the votes of the whole global batch are the denominator.
 
-Left out until augment.py: groups under augmented harnesses (`harness_for` is the one place they plug in) and the fault
-curriculum. Left out altogether: a critic, and a separate mismatch weight (the stored log-probs make it unnecessary).
+Left out: augmented harnesses and the fault curriculum, which come with augment.py (`harness_for` is the one place where
+they plug in); a critic; a weight for engine/trainer mismatch beside the ratio.
 
     python rl.py                                           # small: two CPU cores, about 8 minutes
     python rl.py --config qwen36 --model PATH              # one machine with GPUs
@@ -25,6 +26,10 @@ curriculum. Left out altogether: a critic, and a separate mismatch weight (the s
 
 Expect under small: accuracy and effectiveness rise, reasoning gets shorter. The run ends with both measured on the same
 200 unseen requests before and after, and leaves OUT/model (a Hugging Face directory), reward.png and think_length.png.
+
+metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
+stop/* = how rollouts ended; first_ratio_off = mean |rho_s - 1| before the first optimizer step; clip/s = share of votes
+that the clip silences; fault_recovery = accuracy of rollouts on which a tool failed; eval/* = the fixed slice.
 """
 
 import json
@@ -33,6 +38,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -75,15 +81,13 @@ class Config:
     temperature: float = option(1.0, "of sampling; top-p and top-k would break the first ratio", min=0.01)
     context: int = option(1024, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
-    faults: tuple[float, float, float] = option(
-        (0.04, 0.03, 0.03), "P(timeout, malformed, denied) of a call", min=0, max=1
-    )
+    faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
 
     # advantages
     floor: float = option(0.5, "least batch std to divide by: one informative group of many must not blow up", min=1e-6)
     think_penalty: float = option(0.1, "largest penalty per state for long reasoning", min=0)
-    think_free: int = option(12, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
-    think_full: int = option(24, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
+    think_free: int = option(20, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
+    think_full: int = option(60, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
 
     # update
     steps: int = option(25, "rounds of rollout and update", min=1)
@@ -107,15 +111,11 @@ class Config:
 PRESETS = {
     "tiny": dict(layers=2, groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
     "small": dict(),
-    "smollm2": dict(
-        model="data/smollm2", world="data/world/en.json", groups=16, steps=50, micro=4, lr=1e-5, context=4096,
-        think_free=100, think_full=200,
-    ),
-    "qwen36": dict(
-        model="Qwen/Qwen3.6-35B-A3B", dtype="bfloat16", groups=64, group_size=16, context=16384, slots=256, steps=200,
-        minibatches=4, micro=1, lr=1e-6, warmup=10, think_free=100, think_full=200, eval_every=20,
-        clip_tool=(1e-3, 2e-3), clip_reply=(3e-4, 4e-4),
-    ),
+    "smollm2": dict(model="data/smollm2", world="data/world/en.json", groups=16, context=4096, steps=50, micro=4,
+                    lr=1e-5, think_free=100, think_full=200),
+    "qwen36": dict(model="Qwen/Qwen3.6-35B-A3B", dtype="bfloat16", groups=64, group_size=16, context=16384, slots=256,
+                   think_free=100, think_full=200, steps=200, minibatches=4, micro=1, lr=1e-6, warmup=10, eval_every=20,
+                   clip_tool=(1e-3, 2e-3), clip_reply=(3e-4, 4e-4)),
 }  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,19 +134,23 @@ def centred(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if bool((x == x[0]).all()) else x - x.mean()
 
 
+def in_groups(x: Tensor, groups: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """function of the values of each group, in place of them. x (N,): NaN stays out and gets 0; groups (N,): ids."""
+    out = torch.zeros_like(x)
+    for group in groups.unique():
+        member = (groups == group) & ~x.isnan()
+        if member.any():
+            out[member] = function(x[member])
+    return out
+
+
 def gdpo(rewards: Tensor, groups: Tensor) -> Tensor:
     """One reward normalised in its group: (r - mean_G) / (std_G + 1e-4). (N,), (N,) group ids -> (N,).
 
     NaN (not scored) leaves mean and std and gets 0. Constant groups, G = 1 among them, get exactly 0; groups may differ
     in size. The std is that of the population, so that |result| <= sqrt(G - 1).
     """
-    out = torch.zeros_like(rewards)
-    for group in groups.unique():
-        member = (groups == group) & ~rewards.isnan()
-        if member.any():
-            r = rewards[member]
-            out[member] = centred(r) / (r.std(correction=0) + 1e-4)
-    return out
+    return in_groups(rewards, groups, lambda r: centred(r) / (r.std(correction=0) + 1e-4))
 
 
 def think_penalty(tokens: int, free: int, full: int, size: float = 0.1) -> float:
@@ -166,21 +170,17 @@ def segment_advantages(
     the policy's own choice, and a baseline that depends on it is biased. The choice not to call is made in the first
     state, so a trajectory without tool calls carries the rewards of the tool segment on its reply segment.
     """
-    normal = {name: gdpo(r.masked_fill(~valid, math.nan), groups) for name, r in rewards.items()}
     out = torch.zeros_like(penalty)
     if not valid.any():
         return out
-    weights = REWARD_TABLE["reply"]
-    carried = sum(w * normal[name] for name, w in REWARD_TABLE["tool"].items() if name not in weights)
+    normal = {name: gdpo(r.masked_fill(~valid, math.nan), groups) for name, r in rewards.items()}
     for s, segment in enumerate(SEGMENTS):
         a = sum(w * normal[name] for name, w in REWARD_TABLE[segment].items())
         if segment == "reply":
-            a = torch.where(present[:, 0], a, a + carried)
-        out[:, s] = a / max(float(a[valid].std(correction=0)), floor)
-        for group in groups.unique():
-            member = (groups == group) & valid
-            if member.any():
-                out[member, s] += centred(penalty[member, s])
+            extra = REWARD_TABLE["tool"].keys() - REWARD_TABLE["reply"].keys()
+            a = a + sum(REWARD_TABLE["tool"][name] * normal[name] for name in sorted(extra)) * ~present[:, 0]
+        pen = in_groups(penalty[:, s].masked_fill(~valid, math.nan), groups, centred)
+        out[:, s] = a / max(float(a[valid].std(correction=0)), floor) + pen
     return out.where(present & valid[:, None], 0.0)
 
 
@@ -280,7 +280,10 @@ def facts(trajectory: Trajectory, cfg: Config) -> dict[str, float]:
 
 
 def gather(rows: list[dict], places: list[int], total: int, ranks: Dist) -> dict[str, Tensor]:
-    """The rows of all ranks, each at its place in the global batch, as columns (total,) that every rank holds."""
+    """The rows of all ranks, each at its place in the global batch, as columns (total,) that every rank holds.
+
+    Rows at one place add up.
+    """
     table = torch.zeros(total, len(rows[0]), dtype=torch.float64)
     table[places] = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64)
     return dict(zip(rows[0], ranks.all_reduce_sum(table.to(ranks.device)).cpu().T, strict=True))
@@ -305,9 +308,8 @@ def summary(batch: dict[str, Tensor]) -> dict[str, float]:
 def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks: Dist) -> tuple[dict, list[Trajectory]]:
     """Greedy on the fixed slice, no faults: the summary over all ranks, and this rank's trajectories."""
     mine = range(ranks.rank, cfg.eval_requests, ranks.world)
-    seeds = [seed_of("evaluation", i) for i in mine]
-    tasks = [make_task(world, seed) for seed in seeds]
-    jobs = [(harness, task, task.open(NO_FAULTS, seed), seed) for task, seed in zip(tasks, seeds, strict=True)]
+    tasks = [make_task(world, seed_of("evaluation", i)) for i in mine]
+    jobs = [(harness, task, task.open(NO_FAULTS, task.seed), task.seed) for task in tasks]
     trajectories = collect(engine, jobs, greedy=True)
     return summary(gather([facts(t, cfg) for t in trajectories], list(mine), cfg.eval_requests, ranks)), trajectories
 
@@ -359,25 +361,28 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad()
+    if not norms:
+        return {"updates": 0}
     names = ["loss", "first", "entropy", "tokens", *(f"{name}/{s}" for name in ("clipped", "votes") for s in SEGMENTS)]
-    sums = torch.tensor([count[name] for name in names], dtype=torch.float64, device=ranks.device)
-    total = dict(zip(names, ranks.all_reduce_sum(sums).tolist(), strict=True))
-    clip = {f"clip/{s}": total[f"clipped/{s}"] / max(1, total[f"votes/{s}"]) for s in SEGMENTS}
-    entropy = total["entropy"] / max(1, total["tokens"])
-    log = {"loss": total["loss"], "first_ratio_off": total["first"], **clip, "entropy": entropy}
-    return log | {"grad_norm": sum(norms) / max(1, len(norms)), "updates": len(norms)}
+    total = {name: x.item() for name, x in gather([{name: count[name] for name in names}], [0], 1, ranks).items()}
+    log = {"updates": len(norms), "loss": total["loss"] / len(norms), "grad_norm": sum(norms) / len(norms)}
+    log |= {f"clip/{s}": total[f"clipped/{s}"] / max(1, total[f"votes/{s}"]) for s in SEGMENTS}
+    return log | {"entropy": total["entropy"] / total["tokens"], "first_ratio_off": total["first"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the run
 
 
-def starting_policy(cfg: Config, device) -> Policy:
+def read_policy(cfg: Config, device, checkpoint: Path | None = None) -> Policy:
+    """The policy of a checkpoint, or else the one that the run starts from."""
     dtype = getattr(torch, cfg.dtype)
-    if cfg.layers == 0:
-        return load(cfg.model, device, dtype)
+    if checkpoint or cfg.layers == 0:
+        return load(checkpoint or cfg.model, device, dtype)
+    if not Path(cfg.model, "tokenizer.json").is_file():
+        raise BadInput(f"{cfg.model}: no tokenizer.json there")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(cfg.model)
-    return create(tokenizer, layers=cfg.layers, seed=seed_of(cfg.seed, "init"), device=device, dtype=dtype)
+    return create(tokenizer, layers=cfg.layers, seed=cfg.seed, device=device, dtype=dtype)
 
 
 def save_whole(policy: Policy, path: Path):
@@ -448,22 +453,19 @@ def main(argv: list[str]):
         raise BadInput(f"--think-full {cfg.think_full} must be above --think-free {cfg.think_free}")
     world, unseen = World.load(cfg.world, "train"), World.load(cfg.world, "test")
     harness = Harness.load(cfg.harness)
-    policy = starting_policy(cfg, ranks.device)
-    reference = starting_policy(cfg, ranks.device) if cfg.kl else None
+    policy = None if cfg.resume else read_policy(cfg, ranks.device)  # before Run: a wrong --model leaves no directory
+    reference = read_policy(cfg, ranks.device) if cfg.kl else None
 
     record = Run(cfg.out, cfg, cfg.resume, base=f"runs/rl-{cfg.config}", ranks=ranks)
-    state = {}
-    if record.start:
-        _, directory, state = load_checkpoint(record.dir, ranks)
-        policy = load(directory, ranks.device, getattr(torch, cfg.dtype))
+    _, directory, state = load_checkpoint(record.dir, ranks) if record.start else (0, None, {})
+    policy = policy or read_policy(cfg, ranks.device, directory)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     engine = Engine(policy, cfg.slots, cfg.context, cfg.temperature)
     if state:
         optimizer.load_state_dict(state["optimizer"])
         before, after = state["before"], state["after"]
     else:
-        before, _ = evaluate(engine, unseen, harness, cfg, ranks)
-        after = before
+        before = after = evaluate(engine, unseen, harness, cfg, ranks)[0]
         record.log(0, **{f"eval/{name}": value for name, value in before.items()})
 
     with Stop(ranks) as stop, tqdm(initial=record.start, total=cfg.steps, disable=ranks.rank > 0) as bar:

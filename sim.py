@@ -22,6 +22,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +62,7 @@ ROUTES = {
     "praise": (None, None, "small_talk"),
     "bye": (None, None, "small_talk"),
 }
+NUMBERS = ("price", "coupon", "stock", "hours", "days")  # the numbers that world.say states about a link
 REWARDS = ("accuracy", "effectiveness", "tool", "skill")
 
 
@@ -98,6 +100,19 @@ class World:
         for key in keys:
             node = node[key]
         return node[self.split]
+
+    @cached_property
+    def values(self) -> set[str]:
+        """Every attribute value, city and promotion there is: words that a reply may say only when it has read them."""
+        pools = [*self["attribute"].values(), self["city"], self["promotion"]]
+        return {value for pool in pools for split in pool.values() for value in split}
+
+    @cached_property
+    def stated(self) -> list[tuple[str, re.Pattern]]:
+        """(which number, its pattern with the character on either side) for each number in world.say."""
+        found = [x for text in self["say"].values() for x in re.findall(r"([^\s{}]?)\{(\w+)\}([^\s{}]?)", text)]
+        number = r"(\d+(?:\.\d+)?)"
+        return [(key, re.compile(re.escape(a) + number + re.escape(b))) for a, key, b in found if key in NUMBERS]
 
     def links(self, rng: random.Random) -> list[dict]:
         """4-8 products with all their facts; names differ."""
@@ -344,13 +359,22 @@ def wanted(task: Task, ask: Ask) -> tuple[str, dict, list[str]]:
     return ask.kind, values, [str(values[k]) for k in needs[ask.kind]]
 
 
-def says(reply: str, piece: str) -> bool:
-    """Whether a reply contains a piece; a number must stand alone ('89' is not in '189')."""
-    return (
-        re.search(rf"(?<![\d.]){re.escape(piece)}(?![\d]|\.\d)", reply) is not None
-        if piece.isdigit()
-        else piece in reply
-    )
+def says(text: str, piece: str) -> bool:
+    """Whether a text contains a piece; a number at its edge must stand alone ('89' is not in '189')."""
+    before = r"(?<![\d.])" if piece[0].isdigit() else ""
+    after = r"(?!\d|\.\d)" if piece[-1].isdigit() else ""
+    return re.search(before + re.escape(piece) + after, text) is not None
+
+
+def parts(task: Task, reply: str) -> list[tuple[int | None, str]]:
+    """(link that it is about, text) for each part of a reply. A part begins where a link is named; None: before any."""
+    named = []
+    for x in task.links:
+        for ref in ("{name}", *task.world["ref"]["number"]):
+            name = re.escape(ref.format(n=x["link_id"], name=x["name"]))
+            named += [(found.start(), x["link_id"]) for found in re.finditer(rf"(?<!\d){name}", reply)]
+    named = [(0, None), *sorted(named), (len(reply), None)]
+    return [(n, reply[start:end]) for (start, n), (end, _) in zip(named[:-1], named[1:], strict=True) if start < end]
 
 
 def keeps_rules(reply: str, rules: dict) -> bool:
@@ -372,8 +396,9 @@ def keeps_rules(reply: str, rules: dict) -> bool:
 def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
     """Ground-truth rewards in [0, 1]; all None when the rollout died for reasons that are not the policy's.
 
-    accuracy (0 or 1): dispatched by the policy; no number, name or claim beyond what its tools returned about the asked
-    links; no false promise; and at least one ask answered right (or honestly called unavailable when it was).
+    accuracy (0 or 1): dispatched by the policy; no number, name or claim beyond what its tools returned about the very
+    link that it is said of; no false promise, no false "cannot be checked"; and at least one ask answered right (or
+    honestly called unavailable when it was).
     effectiveness (0, 0.5, 1): all asks answered and the rules of the right reply skill kept; one of the two, or some
     asks; neither. tool: asks served by right calls over (asks + needless or refused calls). skill: Jaccard.
     """
@@ -382,12 +407,12 @@ def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
     results = [(e["tool"], e["call_id"], e["text"]) for e in t.events if e["event"] == "tool_result"]
     arguments = {e["call_id"]: canonical(e["arguments"]) for e in t.events if e["event"] == "tool_call"}
     made = [(tool, arguments[id], text) for tool, id, text in results if tool != LOAD_SKILL]
-    refused = sum(e["event"] == "tool_error" for e in t.events)
-    loaded = {e["skill"] for e in t.events if e["event"] == "skill"}
-    expected = {task.reply_skill} | ({task.strategy} if task.strategy else set())
+    loads = [e["skill"] for e in t.events if e["event"] == "skill"]
+    loaded, expected = set(loads), {id for id in (task.reply_skill, task.strategy) if id and h.skill(id)}
+    wasted = sum(e["event"] == "tool_error" for e in t.events) + len(loads) - len(loaded)
 
-    tool, fates = _tool_rationality(task, made, refused)
-    skill = len(loaded & expected) / len(loaded | expected)
+    tool, fates = _tool_rationality(h, task, made, wasted)
+    skill = len(loaded & expected) / len(loaded | expected) if loaded | expected else 1.0
     if t.stop_reason != "reply":
         return {"accuracy": 0.0, "effectiveness": 0.0, "tool": tool, "skill": skill}
     answered = [_answers(task, a, t.reply, fate) for a, fate in zip(task.asks, fates, strict=True)]
@@ -399,10 +424,11 @@ def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
     return {"accuracy": accuracy, "effectiveness": effectiveness, "tool": tool, "skill": skill}
 
 
-def _tool_rationality(task: Task, made: list[tuple[str, str, str]], refused: int) -> tuple[float, list[str]]:
+def _tool_rationality(h: Harness, task: Task, made: list, wasted: int) -> tuple[float, list[str]]:
     """(score, fate of each ask): had = its facts were read; gone = every way to them failed for good; untried.
 
     A retry is right after a timeout or a malformed answer, the other tool after a failure; anything else is needless.
+    made: (tool, canonical arguments, result text) of each call. wasted: other calls that should not have been made.
     """
     routes = []  # per ask: its calls, each with the call that may replace it
     for ask in task.asks:
@@ -413,7 +439,8 @@ def _tool_rationality(task: Task, made: list[tuple[str, str, str]], refused: int
     mains = {call for pairs in routes for call, _ in pairs}
     replaces = {swap: call for pairs in routes for call, swap in pairs if swap}
 
-    done, failures, needless = set(), Counter(), refused
+    done, needless = set(), wasted
+    failures = Counter({call: 2 for call in mains | set(replaces) if h.tool(call[0]) is None})  # not in this harness
     for tool, args, text in made:
         call = (tool, args)
         right = call in mains or (call in replaces and failures[replaces[call]] > 0)
@@ -438,44 +465,71 @@ def _tool_rationality(task: Task, made: list[tuple[str, str, str]], refused: int
 
 
 def _answers(task: Task, ask: Ask, reply: str, fate: str) -> bool:
+    """Whether the reply tells what was asked, where it speaks of that link, numbers with their unit."""
+    w, keywords = task.world, task.world["small_talk_keyword"]
+    about = "".join(text for n, text in parts(task, reply) if ask.link is None or n in (None, ask.link, ask.other))
     if fate != "had":
-        return fate == "gone" and task.world["denied_keyword"] in reply
-    return all(says(reply, piece) for piece in wanted(task, ask)[2])
+        return fate == "gone" and w["denied_keyword"] in about
+    key, values, pieces = wanted(task, ask)
+    if ask.kind == "faq":
+        return _verdicts(w, about, ask.key) == set(pieces)
+    if ask.kind in keywords and all(word in reply for word in keywords.values()):
+        return False  # says everything, to be right whatever was said
+    units = re.findall(r"\{(\w+)\}(\s?\w?)", w["say"][key])
+    units = {str(values[name]): unit for name, unit in units if name in NUMBERS}
+    return all(says(about, piece + units.get(piece, "")) for piece in pieces)
+
+
+def _verdicts(w: World, text: str, topic: str) -> set[str]:
+    """The answers, yes or no, that a text gives on a topic."""
+    clauses = re.split(r"[，。；！？,.;!?]", text)
+    about = "，".join(clause for clause in clauses if topic in clause) or text
+    yes, no = w["faq_answer"]["yes"], w["faq_answer"]["no"]
+    return {word for word, text in ((no, about), (yes, about.replace(no, ""))) if word in text}
 
 
 def _truthful(task: Task, reply: str, made: list[tuple[str, str, str]], fates: list[str]) -> bool:
-    """No claim beyond the evidence: each number, name and known value of the reply is an asked link's and was read."""
-    w, allowed = task.world, set()
+    """No claim beyond the evidence: each number, name and known value was read, and is said of the right link."""
+    w, kin, read = task.world, {}, {}  # kin: the links that one ask is about together
     for ask in task.asks:
         for n in (ask.link, ask.other):
             if n is not None:
-                allowed |= {str(n), ask.key, *_terms(task.link(n)["name"])}
-    asked = {n for a in task.asks for n in (a.link, a.other) if n is not None}
+                kin[n] = kin.get(n, set()) | {ask.link, ask.other or ask.link}
     for _, args, text in made:
-        data = readable(text)
-        if data is not None and json.loads(args).get("link_id") in asked | {None}:
-            allowed |= {piece for v in data.values() for piece in [str(v), *_terms(str(v))]}
-    names = {x["name"] for x in task.links if x["link_id"] not in asked}
-    own = "".join(task.link(n)["name"] for n in asked)
-    values = {v for x in task.links for v in [*x["attributes"].values(), x["city"]]} | set(w.pool("promotion"))
-    if any(word not in allowed for word in _terms(reply)) or any(word in reply for word in w["promise"]):
-        return False
-    if any(n in reply and n not in own for n in names) or any(v in reply and v not in allowed for v in values):
-        return False
-    for ask, fate in zip(task.asks, fates, strict=True):
-        if ask.link is None or fate != "had":
-            continue
-        x, other = task.link(ask.link), w["faq_answer"]
-        if ask.kind == "faq" and (other["no"] in reply) != (not x["faq"][ask.key]):
+        if (data := readable(text)) is not None:
+            read.setdefault(json.loads(args).get("link_id"), []).append(data)
+    gone = {a.link for a, fate in zip(task.asks, fates, strict=True) if fate == "gone"}
+
+    for owner, text in parts(task, reply):
+        if owner not in kin and owner is not None:
+            return False  # nobody asked about that link
+        scope = kin[owner] if owner else set(kin)
+        facts = [data for n in [None, *scope] for data in read.get(n, [])]
+        words = {str(value) for data in facts for value in data.values()}
+        words |= {ask.key for ask in task.asks} | {task.link(n)["name"] for n in scope} | {str(n) for n in scope}
+        terms = {term for word in words for term in _terms(word)}
+        if any(term not in terms for term in _terms(text)) or any(word in text for word in w["promise"]):
             return False
-        if w["sold_out_keyword"] in reply and all(task.link(n)["stock"] for n in asked):
+        if any(says(text, value) and value not in words for value in w.values):
             return False
-        if w["no_coupon_keyword"] in reply and all(task.link(n)["coupon"] for n in asked):
+        if w["denied_keyword"] in text and not (gone & {owner, None} if owner else gone):
             return False
-        if ask.kind == "compare":
-            worse = max(x, task.link(ask.other), key=lambda y: y["price"])["link_id"]
-            if w["cheaper"].format(n=worse) in reply:
+        if w["sold_out_keyword"] in text and not any(data.get("stock") == 0 for data in facts):
+            return False
+        if w["no_coupon_keyword"] in text and not any(data.get("coupon") == 0 for data in facts):
+            return False
+        for key, pattern in w.stated:
+            key = "return_days" if key == "days" else key
+            if not set(pattern.findall(text)) <= {str(task.link(n)[key]) for n in ([owner] if owner else scope)}:
                 return False
+    for ask, fate in zip(task.asks, fates, strict=True):
+        right = set(wanted(task, ask)[2]) if fate == "had" else set()
+        about = "".join(text for n, text in parts(task, reply) if n in (None, ask.link))
+        if ask.kind == "faq" and ask.key in about and not _verdicts(w, about, ask.key) <= right:
+            return False
+        cheaper = {w["cheaper"].format(n=n) for n in (ask.link, ask.other)} if ask.kind == "compare" else set()
+        if any(says(reply, claim) for claim in cheaper - right):
+            return False
     return True
 
 
@@ -499,12 +553,16 @@ class Oracle:
         self.slips = rng.random() < slip
         self.state = 0
         # every fact call as [ask, tool, arguments, data or None, tries]
-        self.facts = [[a, *call, None, 0] for a in task.asks for call in a.calls(ROUTES[a.kind][0])]
+        self.facts = [[a, *call, None, 0] for a in task.asks for call in a.calls(self._tool(a))]
         self.sent: list[list] = []  # the fact calls of the last message
-        self.lost: list[Ask] = []  # what no tool would tell
+        self.lost = [a for a in task.asks if ROUTES[a.kind][0] and not self._tool(a)]  # what no tool will tell
         self.strategy = task.strategy if task.strategy and h.skill(task.strategy) else None
         self.skill = h.skill(task.reply_skill)
         self.skill_loaded = self.skill is None
+
+    def _tool(self, ask: Ask) -> str | None:
+        """The first tool for this that the harness has."""
+        return next((id for id in ROUTES[ask.kind][:2] if id and self.h.tool(id)), None)
 
     def say(self, messages: list[dict]) -> Message:
         """The next message, given what the loop appended: the prompt first, then tool results or a hook's message."""
@@ -545,7 +603,7 @@ class Oracle:
             other = ROUTES[ask.kind][1]
             if "permission" not in message["content"] and fact[4] < 2:
                 notes.append(self.think["retry"].format(**names))
-            elif other and tool != other:
+            elif other and tool != other and self.h.tool(other):
                 fact[1], fact[4] = other, 0
                 notes.append(self.think["swap"].format(other=self.h.tool(other).name, **names))
             else:

@@ -1,12 +1,12 @@
 """Rollouts per second: HAT's engine beside `model.generate` on the whole history, same model, requests and sampling.
 
-The plain way is a loop over turns: all histories padded on the left to one length, `generate`, tools, again. It computes
-every prompt of a group and every turn's history anew, copies its cache at each token, and waits for the longest row. It
-is let off the log-probs that a trainer needs; the engine returns them.
+The plain way is a loop over turns: all histories padded on the left to one length, `generate`, tools, again. It
+computes every prompt of a group and every turn's history anew, copies its cache at each token, and waits for the
+longest row. It is let off the log-probs that a trainer needs; the engine returns them.
 
-Both sides draw every token from the model, but the agent loop hears the words of the teacher, of which it draws as many:
-so both do the same turns of the same lengths through the real harness and tools, whatever the weights are worth. The
-sides run in turns, `--repeats` times; the figures are medians, the ratio that of each pair.
+Both sides draw every token from the model, but the agent loop hears the words of the teacher and draws as many of them.
+So both do the same turns of the same lengths through the real harness and tools, whatever the weights are worth. The
+sides take turns, `--repeats` times; the figures are medians, the ratio that of each pair.
 
     python bench/rollout.py                                     # about two minutes on two CPU cores
     python bench/rollout.py --model DIR --rollouts 128
@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,16 +142,14 @@ def plain(policy, loops, cfg):
             stopping_criteria=[lambda ids, scores, width=width, limits=limits: ids.shape[1] - width >= limits],
             **options,
         )
-        rows, live_before, live = out[:, width:].tolist(), live, []
-        for (loop, turn, _), history, row in zip(live_before, histories, rows):
+        before, live = live, []
+        for (loop, turn, _), history, row in zip(before, histories, out[:, width:].tolist()):
             row = row[: turn.max_new_tokens]
             stops = [i for i, token in enumerate(row) if token in codec.stop_ids]
             row = row[: stops[0] + 1] if stops else row
             sampled += len(row)
-            try:
+            with suppress(StopIteration):
                 live.append((loop, loop.send(Sample(row, [0.0] * len(row), "stop")), history + row))
-            except StopIteration:
-                pass
     return sampled / (time.perf_counter() - start)
 
 

@@ -12,88 +12,13 @@ wording with the train split. No torch, no files, no global randomness: everythi
 
 import json
 import random
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
-# ---------------------------------------------------------------------------------------------------------- random names
-CONSONANTS = "b c d f g h j k l m n p r s t v w z br ch cl dr fl gr kr pl pr sh sk sl st th tr".split()
-VOWELS = "a e i o u a e i o u ai ea ee oo ou".split()
-CODAS = ["", "", "", "n", "r", "l", "m", "s", "t", "k", "x", "nd", "rt", "ng"]
-WORDS = """get find query fetch list show read load check look search open make send ask tell give view scan pull lookup info data
-item items goods product stock store shop price cost money coupon deal sale order cart ship shipping post pack track room live
-link code key name id type size color model brand part unit value status state level score rank user guest client team group
-skill tool plan rule note text word page file table row map tree node point path line card box set pool queue task job step
-flow talk chat reply answer help guide care after safe fast new old hot top main sub any all one two up down in out by of for
-from with on faq log now day time date city home food book music game sport weather news compare multi intent small service""".split()
-PINYIN = """cha kan wen da kou hui jia ge ku cun fa huo shang pin you quan wu liu ding dan zhi bo jian fang ke hu xiao shou hou
-tui huan bi jiao xin xi mai chu zhao dian ming zi hao ma bao yang li wei si ren mian bei nan dong tian qi zhong guo shu cheng
-lian jie shi jian xun liang duo shao zhe kuai man""".split()
-HAN = """的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里用道行所然家种事成方
-多经么去法学如都同现当没动面起看定天分还进好小部其些主样理心她本前开但因只从想实日军者意无力它与长把机十民第公此已工使情明性
-知全三又关点正业外将两高间由问很最重并物手应战向头文体政美相见被利什二等产或新己制身果加西斯月话合回特代内信表化老给世位次度门
-任常先海通教儿原东声提立及比员解水名真论处走义各入几口认条平系气题活尔更别打女变四神总何电数安少报才结反受目太量再感建务做接必
-场件计管期市直德资命山金指克许统区保至队形社便空决治展马科司五基眼书非则听白却界达光放强即像难且权思王象完设式色路记南品住告类
-求据程北边死张该交规万取拉格望觉术领共确传师观清今切院让识候带导争运笔元节息板买卖价钱货店券优惠库存单快递包邮退换尺码颜款质材
-轻重软硬薄厚甜酸辣香鲜红黄蓝绿黑紫灰粉橙棕春夏秋冬早晚雨雪风云晴茶咖啡奶酒果菜肉鱼米面糖盐油杯碗锅刀伞鞋袜衣裤帽巾床桌椅灯车船
-飞球跑跳游泳歌舞画琴棋猫狗鸟花草树木石玉星月亮哦呀呢啦吧哈嗯亲宝主播间直播链接查询客服帮助回答问题介绍推荐比较选择""".replace("\n", "")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
-def word(rng):
-    """One lower-case word: a real one, or a pseudo-word of one or two syllables."""
-    if rng.random() < 0.4:
-        return rng.choice(WORDS)
-    return "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice([1, 2, 2])))
-
-
-def words(rng, low=1, high=3):
-    """A list of low..high words, all pinyin syllables in a quarter of the cases."""
-    n = rng.randint(low, high)
-    if rng.random() < 0.25:
-        return ["".join(rng.choice(PINYIN) for _ in range(rng.choice([1, 2, 2]))) for _ in range(n)]
-    return [word(rng) for _ in range(n)]
-
-
-def letters(rng, n):
-    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(n))
-
-
-def digits(rng, low=1, high=4):
-    return "".join(rng.choice("0123456789") for _ in range(rng.randint(low, high)))
-
-
-NAMES = {
-    "snake": lambda rng: "_".join(words(rng, 2, 4)),
-    "kebab": lambda rng: "-".join(words(rng, 2, 3)),
-    "camel": lambda rng: "".join(w if i == 0 else w.capitalize() for i, w in enumerate(words(rng, 2, 3))),
-    "pascal": lambda rng: "".join(w.capitalize() for w in words(rng, 1, 3)),
-    "plain": lambda rng: words(rng, 1, 1)[0],
-    "numbered": lambda rng: rng.choice(["{}{}", "{}_{}"]).format(word(rng), digits(rng, 1, 2)),
-    "letters": lambda rng: letters(rng, rng.randint(2, 5)),
-    "short": lambda rng: letters(rng, 1) + digits(rng, 1, 3) + letters(rng, rng.randint(0, 1)),
-    "upper": lambda rng: letters(rng, rng.randint(2, 4)).upper(),
-    "code": lambda rng: letters(rng, rng.randint(1, 2)).upper() + "-" + digits(rng, 1, 4),
-    "digits": lambda rng: digits(rng, 2, 5),
-    "han": lambda rng: "".join(rng.choice(HAN) for _ in range(rng.randint(2, 4))),
-    "han_code": lambda rng: "".join(rng.choice(HAN) for _ in range(2)) + digits(rng, 1, 2),
-}
-# What a function name may be: letters, digits, underscore and hyphen. Skill folders want lower case and hyphens besides.
-TOOL_KINDS = ["snake", "snake", "kebab", "camel", "camel", "pascal", "plain", "numbered", "letters", "short", "upper"]
-SKILL_KINDS = ["kebab", "kebab", "snake", "plain", "letters", "short"]
-
-
-def name(rng, kinds=None):
-    """A random name of one of `kinds` (all kinds when None)."""
-    return NAMES[rng.choice(kinds or list(NAMES))](rng)
-
-
-def distinct(rng, n, kinds=None):
-    """n different names; one in two lists is all of one kind, so that the kind alone does not give the answer away."""
-    if kinds is None and rng.random() < 0.5:
-        kinds = [rng.choice(list(NAMES))]
-    found = {}
-    while len(found) < n:
-        found[name(rng, kinds)] = None
-    return list(found)
-
+from data.names import TOOL_KINDS, distinct, name  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------- look-up and copying
 LAYOUTS = ["{k}: {v}", "{k}：{v}", "{k} = {v}", "{k}={v}", "- {k}: {v}", "{k} -> {v}", "{k}({v})", "「{k}」{v}"]
@@ -125,7 +50,12 @@ def lookup(rng, split):
         few = rng.sample(range(n), min(n, rng.randint(2, 4)))
         ask = rng.choice(ASK_MANY[split]).format(ks="、".join(keys[j] for j in few))
         response = "\n".join(values[j] for j in few)
-    return {"prompt": rng.choice(LISTS[split]) + table + "\n" + ask, "response": response, "reasoning": reasoning, "checks": []}
+    return {
+        "prompt": rng.choice(LISTS[split]) + table + "\n" + ask,
+        "response": response,
+        "reasoning": reasoning,
+        "checks": [],
+    }
 
 
 # What a name stands for, said in two ways: the list shows one, the request the other.
@@ -145,7 +75,10 @@ NTH = {
     "test": ["{l}。请给出第{n}个"],
 }
 ENDS = {"train": ["{l}\n最后一个？", "{l}\nLast item?"], "test": ["{l}\n最后一项是什么？"]}
-CHOOSE = {"train": ["{t}\n选一个：{q}", "{t}\n用户说：{q}\n用哪个？", "工具：\n{t}\n问题：{q}"], "test": ["{t}\n{q}用哪个？"]}
+CHOOSE = {
+    "train": ["{t}\n选一个：{q}", "{t}\n用户说：{q}\n用哪个？", "工具：\n{t}\n问题：{q}"],
+    "test": ["{t}\n{q}用哪个？"],
+}
 CALL = {
     "train": ["调用{a}，{k}是{v}", "用{a}，参数{k}={v}", "Call {a} with {k} = {v}", "{k}={v}，请写出{a}的调用"],
     "test": ["请调用{a}，参数{k}是{v}"],
@@ -208,7 +141,9 @@ ENDINGS = {
     "en": ["That is all.", "Hope this helps.", "Have a nice day!", "Any other questions?", "Thank you.", "The end."],
 }
 FACTS = {"zh": ("{x}是{c}吗？", "{x}算不算{c}？"), "en": ("Is {x} related to {c}?", "Does {x} belong to {c}?")}
-CLASS_EN = dict(zip(TOPICS, "fruit city weather sport book animal food drink season job music travel".split(), strict=True))
+CLASS_EN = dict(
+    zip(TOPICS, "fruit city weather sport book animal food drink season job music travel".split(), strict=True)
+)
 REQUEST = {
     ("zh", "train"): ["写一句关于{x}的话", "介绍一下{x}", "说说{x}", "谈谈{x}", "请讲讲{x}", "写写{x}"],
     ("zh", "test"): ["请说一说{x}", "请写一下{x}"],
@@ -326,7 +261,14 @@ SAY = {
         "Write {r} {n} words",
     ),
 }
-HINTS = {i: h for i, h in zip(SAY, "结尾 引号 含词 禁词 次数 小写 大写 无逗号 列表 标题 JSON 高亮 占位 附言 照抄 两答 分段 字数".split(), strict=True)}
+HINTS = {
+    i: h
+    for i, h in zip(
+        SAY,
+        "结尾 引号 含词 禁词 次数 小写 大写 无逗号 列表 标题 JSON 高亮 占位 附言 照抄 两答 分段 字数".split(),
+        strict=True,
+    )
+}
 BODIES = [
     "keywords:existence",
     "keywords:frequency",
@@ -392,12 +334,21 @@ def constrain(draft, instruction, rng, split, request):
     if instruction == "startend:quotation":
         draft.finish.append(lambda text: f'"{text}"')
     elif instruction == "keywords:existence":
-        keys = [topic(rng, lang, split)[1] if rng.random() < 0.5 else name(rng, ["han" if lang == "zh" else "plain"]) for _ in range(n - 1)]
-        draft.sentences += [("还有{}。" if lang == "zh" else "Also {}.").format(("和" if lang == "zh" else " and ").join(keys))]
+        keys = [
+            topic(rng, lang, split)[1] if rng.random() < 0.5 else name(rng, ["han" if lang == "zh" else "plain"])
+            for _ in range(n - 1)
+        ]
+        draft.sentences += [
+            ("还有{}。" if lang == "zh" else "Also {}.").format(("和" if lang == "zh" else " and ").join(keys))
+        ]
         draft.join = draft.join or draft.space()
         return {"p": "、".join(keys) if lang == "zh" else " and ".join(keys)}, {"keywords": keys}
     elif instruction == "keywords:forbidden_words":
-        banned = rng.choice(["喜欢", "开心", "很多", "了解", "有趣", "大家"] if lang == "zh" else ["like", "people", "about", "can", "talk"])
+        banned = rng.choice(
+            ["喜欢", "开心", "很多", "了解", "有趣", "大家"]
+            if lang == "zh"
+            else ["like", "people", "about", "can", "talk"]
+        )
         draft.sentences = sentences(rng, lang, x, 1, avoid=banned)
         return {"p": banned}, {"forbidden_words": [banned]}
     elif instruction == "keywords:frequency":
@@ -424,8 +375,13 @@ def constrain(draft, instruction, rng, split, request):
         return {"n": n}, {"num_highlights": n}
     elif instruction == "detectable_content:number_placeholders":
         n = rng.randint(1, 3)
-        slots = rng.sample(["[名字]", "[地址]", "[时间]", "[电话]"] if lang == "zh" else ["[name]", "[address]", "[time]", "[phone]"], n)
-        draft.sentences += [("请填写" if lang == "zh" else "Fill in ") + draft.space().join(slots) + ("。" if lang == "zh" else ".")]
+        slots = rng.sample(
+            ["[名字]", "[地址]", "[时间]", "[电话]"] if lang == "zh" else ["[name]", "[address]", "[time]", "[phone]"],
+            n,
+        )
+        draft.sentences += [
+            ("请填写" if lang == "zh" else "Fill in ") + draft.space().join(slots) + ("。" if lang == "zh" else ".")
+        ]
         draft.join = draft.space()
         return {"n": n}, {"num_placeholders": n}
     elif instruction == "detectable_content:postscript":

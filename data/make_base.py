@@ -18,6 +18,7 @@ no mask). Left out: packing, mixture schedules, any text that was not generated 
 import copy
 import dataclasses
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -39,7 +40,7 @@ from tqdm import tqdm  # noqa: E402
 from transformers import GenerationConfig, PreTrainedTokenizerFast  # noqa: E402
 
 from chat import Codec, Message  # noqa: E402
-from common import BadInput, Stop, cli, option, parse, seed_of  # noqa: E402
+from common import BadInput, Stop, cli, option, parse, seed_of, write_text  # noqa: E402
 from data import general, random_harness  # noqa: E402
 
 
@@ -86,7 +87,7 @@ PRESETS = {"small": {}, "tiny": TINY}
 SOURCES = ("copy", "ifeval", "dialogue")
 HELD_OUT = (*SOURCES, "original")  # accuracy is also measured under the original harness, which the base never sees
 LENGTHS = [*range(32, 129, 16), *range(160, 257, 32), *range(320, 1025, 64), 1280, 1536, 2048]
-SAID, THOUGHT = 1, 2  # mask values: public text and calls; reasoning, which is trained but not scored (its wording is free)
+SAID, THOUGHT = 1, 2  # mask values; reasoning is trained but not scored: its wording is free
 
 # ------------------------------------------------------------------------------------------------------------------ data
 
@@ -155,50 +156,75 @@ def padded(length):
     return next(n for n in LENGTHS if n >= length)
 
 
-def make_data(config):
-    """{(source, split): Samples}, from the cache when the same code and settings made it."""
-    counts = {("copy", "train"): config.copies, ("ifeval", "train"): config.instructions, ("dialogue", "train"): config.dialogues}
+def make_data(config, start=0):
+    """{(source, split): Samples}, from the cache when the same code and settings made it.
+
+    A run that goes on after step `start` keeps the samples that it began with, whatever became of the code since.
+    """
+    counts = {"copy": config.copies, "ifeval": config.instructions, "dialogue": config.dialogues}
+    counts = {(source, "train"): n for source, n in counts.items()}
     counts |= {(s, "test"): config.held_out for s in HELD_OUT if config.dialogues or s in ("copy", "ifeval")}
     counts = {key: n for key, n in counts.items() if n}
-    tokenizer = Path(config.out) / "tokenizer.json"
-    if not tokenizer.exists():
-        raise BadInput(f"{tokenizer}: no tokenizer; run data/make_tokenizer.py first")
-    made_by = [tokenizer, *sorted(ROOT.glob("*.py")), Path(general.__file__), Path(random_harness.__file__)]
-    made_by += sorted(p for d in ("harness", "world") for p in (ROOT / "data" / d).rglob("*") if p.is_file())
-    names = {"chat.py", "harness.py", "sim.py", "general.py", "random_harness.py", "tokenizer.json"}
-    key = hashlib.sha256(repr((sorted(counts.items()), config.seed, config.max_length)).encode())
-    for path in made_by:
-        if path.name in names or "data" in path.parts:
-            key.update(path.read_bytes())
-    cache = Path(config.cache) / f"samples-{key.hexdigest()[:12]}.npz"
+    note = Path(config.run) / "samples.txt"
+    cache = Path(note.read_text(encoding="utf-8").strip()) if start else sample_file(config, counts)
     if not cache.exists():
-        generate(config, counts, str(tokenizer), cache)
+        if start:
+            raise BadInput(f"{cache}: the samples of this run are gone; start it anew")
+        generate(config, counts, cache)
+    write_text(note, f"{cache}\n")
     stored = np.load(cache)
     return {k: Samples(*(stored[f"{k[0]}.{k[1]}.{part}"] for part in ("ids", "mask", "lengths"))) for k in counts}
 
 
-def generate(config, counts, tokenizer, cache, chunk=100):
-    """Makes all samples in worker processes and writes the cache file."""
+def sample_file(config, counts):
+    """Path of the cache file for these settings and the files that samples are made from."""
+    key = hashlib.sha256(repr((sorted(counts.items()), config.seed, config.max_length)).encode())
+    code = [
+        ROOT / name
+        for name in ("chat.py", "harness.py", "sim.py", "data/general.py", "data/names.py", "data/random_harness.py")
+    ]
+    shown = sorted(
+        path for part in ("harness", "world") for path in (ROOT / "data" / part).rglob("*") if path.is_file()
+    )
+    for path in (tokenizer_file(config), *code, *shown):
+        key.update(path.read_bytes())
+    return Path(config.cache) / f"samples-{key.hexdigest()[:12]}.npz"
+
+
+def tokenizer_file(config):
+    path = Path(config.out) / "tokenizer.json"
+    if not path.exists():
+        raise BadInput(f"{path}: no tokenizer; run data/make_tokenizer.py first")
+    return path
+
+
+def generate(config, counts, cache, chunk=100):
+    """Make all samples in worker processes and write the cache file."""
     jobs = [
-        (tokenizer, source, split, config.seed, start, min(start + chunk, n))
+        (str(tokenizer_file(config)), source, split, config.seed, start, min(start + chunk, n))
         for (source, split), n in counts.items()
         for start in range(0, n, chunk)
     ]
     parts, dropped = {key: ([], [], []) for key in counts}, 0
     with multiprocessing.get_context("spawn").Pool(config.workers) as pool:
-        for job, (ids, mask, lengths) in zip(jobs, tqdm(pool.imap(make_chunk, jobs), "samples x100", len(jobs)), strict=True):
+        made = tqdm(pool.imap(make_chunk, jobs), f"samples x{chunk}", len(jobs))
+        for (_, source, split, *_), (ids, mask, lengths) in zip(jobs, made, strict=True):
             keep = np.asarray(lengths) <= config.max_length
-            dropped += len(lengths) - int(keep.sum())
             rows = np.repeat(keep, lengths)
-            for store, part in zip(parts[job[1], job[2]], (ids[rows], mask[rows], np.asarray(lengths)[keep]), strict=True):
+            for store, part in zip(
+                parts[source, split], (ids[rows], mask[rows], np.asarray(lengths)[keep]), strict=True
+            ):
                 store.append(part)
+            dropped += len(lengths) - int(keep.sum())
     arrays = {}
     for (source, split), stores in parts.items():
         for part, store in zip(("ids", "mask", "lengths"), stores, strict=True):
             arrays[f"{source}.{split}.{part}"] = np.concatenate(store)
         lengths = arrays[f"{source}.{split}.lengths"]
         share = np.mean(arrays[f"{source}.{split}.mask"] > 0)
-        print(f"{source} {split}: {len(lengths)} samples, mean length {lengths.mean():.0f}, longest {lengths.max()}, trained {share:.0%}")
+        print(
+            f"{source} {split}: {len(lengths)} samples of {lengths.mean():.0f} tokens, at most {lengths.max()}, {share:.0%} trained"
+        )
     print(f"{dropped} samples longer than {config.max_length} left out")
     cache.parent.mkdir(parents=True, exist_ok=True)
     temp = cache.with_suffix(".tmp.npz")
@@ -229,17 +255,17 @@ def said_logits(model, ids, mask):
 def accuracy(model, samples, budget, device):
     """(share of samples whose every scored token is the argmax given the true past, share of such tokens)."""
     whole, right, total = 0, 0, 0
-    order = sorted(range(len(samples)), key=lambda i: samples.lengths[i])
+    order = sorted(range(len(samples)), key=lambda i: samples.lengths[i], reverse=True)
     while order:
         n = max(1, budget // padded(samples.lengths[order[0]]))
         take, order = order[:n], order[n:]
         ids, mask = samples.batch(take, device)
         logits, targets, kind = said_logits(model, ids, mask)
-        hit = (logits.argmax(-1) == targets) | (kind != SAID)
-        row = (mask[:, 1:] > 0).nonzero()[:, 0]  # (N,) which sample each position belongs to
-        whole += torch.ones(len(take), dtype=torch.bool, device=device).index_put((row[~hit],), torch.tensor(False, device=device)).sum().item()
-        right += (hit & (kind == SAID)).sum().item()
-        total += (kind == SAID).sum().item()
+        wrong = (logits.argmax(-1) != targets) & (kind == SAID)  # (N,)
+        row = (mask[:, 1:] > 0).nonzero()[:, 0]  # (N,) the row that each position belongs to
+        whole += len(take) - len(row[wrong].unique())
+        right += int((kind == SAID).sum() - wrong.sum())
+        total += int((kind == SAID).sum())
     return whole / len(samples), right / total
 
 
@@ -297,7 +323,7 @@ def main(argv):
     config = parse(Config, PRESETS, argv, __doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = common.Run(config.run, config, config.resume)
-    data = make_data(config)
+    data = make_data(config, run.start)
     sources = [s for s in SOURCES if (s, "train") in data]
     policy = create(config)
     model = policy.model.to(device).train()
@@ -305,46 +331,52 @@ def main(argv):
     vectors = [p for p in model.parameters() if p.dim() == 1]  # norms are not decayed
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights, {len(policy.tokenizer)} tokens, {device}")
-    start, drawn = 0, dict.fromkeys(sources, 0)  # drawn: micro-batches taken per source, the data cursor
-    if config.resume:
-        start, _, state = common.load_checkpoint(run.dir)
+    run.say(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights, {len(policy.tokenizer)} tokens, {device}"
+    )
+    drawn = dict.fromkeys(sources, 0)  # micro-batches taken of each source: the data cursor
+    if run.start:
+        state = common.load_checkpoint(run.dir)[2]
         model.load_state_dict(state["model"])  # float32: the bf16 copy beside it is for use, not for training on
         optimizer.load_state_dict(state["optimizer"])
         drawn = state["drawn"]
-    streams = {s: data[s, "train"].groups(config.tokens, seed_of("base", "order", config.seed, s)) for s in sources}
+    streams = {}
     for source in sources:
-        for _ in range(drawn[source]):
-            next(streams[source])
+        stream = data[source, "train"].groups(config.tokens, seed_of("base", "order", config.seed, source))
+        streams[source] = itertools.islice(stream, drawn[source], None)
 
-    seen, clock, tokens = {}, time.time(), 0
-    bar = tqdm(range(start + 1, config.steps + 1), "base", config.steps, initial=start)
-    for step in bar:
-        batches = []
-        for source in picks(config, sources, step):
-            batches.append((source, *data[source, "train"].batch(next(streams[source]), device)))
-            drawn[source] += 1
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        for source, (loss, n) in train_step(model, optimizer, config, batches).items():
-            before = seen.get(source, (0.0, 0))
-            seen[source] = (before[0] + loss, before[1] + n)
-        tokens += sum(ids.numel() for _, ids, _ in batches)
-        if step % config.log_every == 0 or step == config.steps:
-            row = {f"loss_{s}": loss / n for s, (loss, n) in seen.items()}
-            run.log(step, **row, lr=learning_rate(config, step), tokens_per_s=tokens / (time.time() - clock))
-            bar.set_postfix({s: f"{v:.3f}" for s, v in row.items()})
-            seen, clock, tokens = {}, time.time(), 0
-        if step % config.eval_every == 0 or step == config.steps:
-            row = {}
-            for source in (s for s in HELD_OUT if (s, "test") in data):
-                row[f"whole_{source}"], row[f"token_{source}"] = accuracy(model, data[source, "test"], 4 * config.tokens, device)
-            run.log(step, **row)
-        if step % config.save_every == 0 or step == config.steps:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": drawn}
-            common.save_checkpoint(run.dir, step, lambda folder: write(policy, folder), state)
+    sums, tokens, clock = {}, 0, time.time()  # since the last row of losses
+    bar = tqdm(range(run.start + 1, config.steps + 1), "base", config.steps, initial=run.start)
+    with Stop() as stop:
+        for step in bar:
+            batches = []
+            for source in picks(config, sources, step):
+                batches.append((source, *data[source, "train"].batch(next(streams[source]), device)))
+                drawn[source] += 1
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step)
+            for source, (loss, n) in train_step(model, optimizer, config, batches).items():
+                before = sums.get(source, (0.0, 0))
+                sums[source] = (before[0] + loss, before[1] + n)
+            tokens += sum(ids.numel() for _, ids, _ in batches)
+            if step % config.log_every == 0 or step == config.steps:
+                row = {f"loss_{source}": loss / n for source, (loss, n) in sorted(sums.items())}
+                run.log(step, **row, lr=learning_rate(config, step), tokens_per_s=tokens / (time.time() - clock))
+                bar.set_postfix({name[5:]: f"{loss:.3f}" for name, loss in row.items()})
+                sums, tokens, clock = {}, 0, time.time()
+            if step % config.eval_every == 0 or step == config.steps:
+                row = {}
+                for source in (s for s in HELD_OUT if (s, "test") in data):
+                    found = accuracy(model, data[source, "test"], 4 * config.tokens, device)
+                    row[f"whole_{source}"], row[f"token_{source}"] = found
+                run.log(step, **row)
+            if step % config.save_every == 0 or step == config.steps or stop.requested:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": drawn}
+                common.save_checkpoint(run.dir, step, lambda folder: write(policy, folder), state)
+            if stop.requested:
+                break
     publish(policy, config)
-    print(f"{config.out}: {dataclasses.asdict(config)['steps']} steps")
+    run.say(f"{config.out}: {config.steps} steps")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from chat import Codec  # noqa: E402
 from common import BadInput, cli, parse, write_json, write_text  # noqa: E402
-from data import general, random_harness  # noqa: E402
+from data import general, names, random_harness  # noqa: E402
 
 
 @dataclass
@@ -140,10 +140,12 @@ def byte_symbols():
 
 
 def character_merges(texts):
-    """Merges that join the UTF-8 bytes of every non-ASCII character of the texts (and of general.HAN) into one token."""
+    """Merges that join the UTF-8 bytes of every non-ASCII character of the texts (and of names.HAN) into one token."""
     symbol = byte_symbols()
     merges = {}
-    for c in sorted({c for text in texts for c in text if not c.isascii()} | set(general.HAN + random_harness.CHARACTERS)):
+    for c in sorted(
+        {c for text in texts for c in text if not c.isascii()} | set(names.HAN + random_harness.CHARACTERS)
+    ):
         parts = [symbol[b] for b in c.encode("utf-8")]
         for i in range(1, len(parts)):
             merges["".join(parts[:i]), parts[i]] = None
@@ -156,7 +158,9 @@ def build(texts, count):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(alphabet + ["".join(pair) for pair in merges])}
     if len(vocab) != len(alphabet) + len(merges):
-        raise BadInput("make_tokenizer: two merges make the same token; change PIECES so that each piece has one reading")
+        raise BadInput(
+            "make_tokenizer: two merges make the same token; change PIECES so that each piece has one reading"
+        )
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer, tokenizer.decoder = splitter(), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
@@ -182,7 +186,11 @@ def main(argv):
     texts = list(corpus(config))
     tokenizer = build(texts, config.merges)
     out = Path(config.out)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 2048, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 2048,
+        "clean_up_tokenization_spaces": False,
+    }
     settings |= {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None}
     write_text(out / "tokenizer.json", tokenizer.to_str(pretty=False))
     write_json(out / "tokenizer_config.json", settings)

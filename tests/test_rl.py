@@ -8,6 +8,7 @@ import torch
 
 import rl
 from chat import Trajectory
+from common import ALONE
 
 NAN = math.nan
 LOW, HIGH = torch.tensor([0.1, 0.05]), torch.tensor([0.2, 0.08])
@@ -178,6 +179,27 @@ def test_facts_of_a_trajectory():
     assert (row["penalty/tool"], row["penalty/reply"]) == (pytest.approx(-0.05), 0)
     assert row["reward/effectiveness"] == 0.5 and math.isnan(row["reward/tool"]) and math.isnan(row["reward/skill"])
     assert row["stop/reply"] == 1 and sum(v for k, v in row.items() if k.startswith("stop/")) == 1
+
+
+def test_cut_and_unscored_trajectories_are_masked_and_counted():
+    """FAULTS 7, 22, 24: by stop reason "length", by rewards that are all None, by having sampled nothing."""
+    cfg, trajectories = rl.Config(), []
+    for accuracy, stop, sampled in (
+        (1, "reply", 1),
+        (0, "reply", 1),
+        (0, "length", 1),
+        (None, "error", 1),
+        (1, "reply", 0),
+    ):
+        token = ([5], [sampled], [0.0], [2 * sampled], [0], [sampled - 1])
+        t_ = Trajectory(*token, rewards=dict.fromkeys(rl.REWARDS, accuracy), stop_reason=stop)
+        trajectories.append(rl.facts(t_, cfg))
+    batch = rl.gather(trajectories, list(range(5)), 5, ALONE)
+    out = rl.advantages_of(batch, torch.zeros(5), cfg)
+    assert out[0, 1] > 0 > out[1, 1] and out[2:].abs().max() == 0 and out[:, 0].abs().max() == 0
+    mean = 2 / 3  # of the three that were scored, the one without a token among them
+    assert out[0, 1] / out[1, 1] == pytest.approx((1 - mean) / -mean)
+    assert rl.summary(batch)["stop/length"] == rl.summary(batch)["stop/error"] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

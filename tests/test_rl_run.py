@@ -1,7 +1,7 @@
 """Whole runs of rl.py on a tiny new policy: first ratio, log, files, kill and resume, two processes, refusals.
 
-A new policy babbles until it is cut, and would be dropped for it; `child` scores babble as if it were an agent's, so that
-there is something to learn. This file is also the script that the tests start: python tests/test_rl_run.py RL_FLAGS.
+A new policy babbles until it is cut, and would be dropped for it; `child` scores babble as if it were an agent's, so
+that there is something to learn. The tests start this file as a script too: python tests/test_rl_run.py RL_FLAGS.
 """
 
 import json
@@ -22,9 +22,18 @@ import pytest
 import torch
 
 import rl
-from data import make_tokenizer
 
-SEEDED = ("score", *rl.REWARDS, "think/tool", "loss", "entropy", "grad_norm", "clip/reply", "dropped", "first_ratio_off")
+SEEDED = (
+    "score",
+    *rl.REWARDS,
+    "think/tool",
+    "loss",
+    "entropy",
+    "grad_norm",
+    "clip/reply",
+    "dropped",
+    "first_ratio_off",
+)
 
 
 def fake_score(harness, task, t):
@@ -50,14 +59,17 @@ def child(argv):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Flags of a tiny run: a tokenizer made on the spot, a harness that lets it babble 12 tokens."""
+    """Flags of a tiny run: the shipped tokenizer, a new two-layer policy, a harness that lets it babble 12 tokens."""
     place = tmp_path_factory.mktemp("rl")
-    make_tokenizer.main(["--out", str(place / "base"), "--samples", "200"])
     shutil.copytree(ROOT / "data" / "harness", place / "harness")
     settings = common.read_json(place / "harness" / "harness.json")
     settings["limits"]["max_state_tokens"] = 12
     common.write_json(place / "harness" / "harness.json", settings)
-    where = {"model": place / "base", "harness": place / "harness", "world": ROOT / "data" / "world" / "zh.json"}
+    where = {
+        "model": ROOT / "data" / "base-small",
+        "harness": place / "harness",
+        "world": ROOT / "data" / "world" / "zh.json",
+    }
     return ["--config", "tiny", "--device", "cpu", *(word for k, v in where.items() for word in (f"--{k}", str(v)))]
 
 
@@ -96,6 +108,59 @@ def test_first_ratio_is_one(whole):
     trained = [row for row in rows(whole) if row.get("updates")]
     assert len(trained) == 4 and all(row["first_ratio_off"] < 1e-4 for row in trained)
     assert all(row["grad_norm"] > 0 for row in trained)
+
+
+@pytest.fixture
+def policy(flags):
+    return rl.read_policy(rl.parse(rl.Config, rl.PRESETS, flags), "cpu")
+
+
+def gradient(policy, advantages, micro, kl=0.0):
+    """Log and gradient of one optimizer step on babble of five lengths: SGD of rate 1 moves by -gradient."""
+    trajectories = []
+    for i, n in enumerate((3, 140, 40, 7, 9)):
+        ids = [(17 * i + 5 * j) % 250 for j in range(n + 4)]
+        half, mask = n // 2, [0] * 4 + [1] * n
+        segment = [0] * 4 + [rl.TOOL] * half + [rl.REPLY] * (n - half)
+        logps, state = [-7.8 * m for m in mask], [-1] * 4 + [0] * half + [1] * (n - half)
+        trajectories.append(rl.Trajectory(ids, mask, logps, segment, [0] * len(ids), state))
+    cfg = rl.Config(minibatches=1, micro=micro, grad_clip=1e9, clip_tool=(0.9, 9), clip_reply=(0.9, 9), kl=kl)
+    model = policy.model
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    log = rl.update(policy, policy if kl else None, optimizer, trajectories, advantages, [0] * 5, cfg, common.ALONE)
+    moved = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
+    for b, p in zip(before, model.parameters(), strict=True):
+        p.data.copy_(b)
+    return log, moved
+
+
+def test_update_does_not_depend_on_micro_batches(policy):
+    """FAULTS 8, 14, 16: other micro-batches mean other padding and other partial sums, and the same step."""
+    advantages = torch.tensor([[1, -1], [0.5, 2], [0, 0], [-1, 0], [0, 1]], dtype=torch.float64)
+    log, whole = gradient(policy, advantages, micro=5)
+    for micro in (1, 2):
+        other, parts = gradient(policy, advantages, micro)
+        assert other == pytest.approx(log, rel=1e-4, abs=1e-6)
+        for a, b in zip(whole, parts, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_trajectories_without_any_advantage_are_dropped(policy):
+    """They have no vote and no token in the update; a batch of nothing else takes no optimizer step."""
+    some = torch.zeros(5, 2, dtype=torch.float64)
+    log, moved = gradient(policy, some, micro=5)
+    assert log["updates"] == 0 and all(m.abs().max() == 0 for m in moved)
+    some[3, 1] = 1.0
+    log, moved = gradient(policy, some, micro=5)
+    assert log["updates"] == 1 and -0.7 < log["loss"] < -0.4  # two votes, one of them with A = 1 and a ratio near 1
+    assert max(m.abs().max() for m in moved) > 0
+
+
+def test_kl_to_itself_changes_nothing(policy):
+    advantages = torch.tensor([[1, -1], [0.5, 2], [0, 0], [-1, 0], [0, 1]], dtype=torch.float64)
+    (log, a), (kl_log, b) = gradient(policy, advantages, micro=5), gradient(policy, advantages, micro=5, kl=10.0)
+    assert kl_log == log and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_run_leaves_its_files(whole):
@@ -147,6 +212,8 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path):
         (["--think-full", "5", "--think-free", "5"], "--think-full 5 must be above --think-free 5"),
         (["--context", "40"], "does not fit into --context 40"),
         (["--groups", "0"], "--groups"),
+        (["--model", "nowhere"], "nowhere: no tokenizer.json"),
+        (["--model", "nowhere", "--layers", "0"], "nowhere"),
         (["--clip-tol", "1,2"], "--clip-tool"),
     ],
 )

@@ -1,0 +1,226 @@
+"""The base model's tokenizer and its pre-training script."""
+
+import json
+import random
+import shutil
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+import common
+from chat import Call, Codec, Message
+from common import BadInput
+from data import general, make_base, make_tokenizer, names, random_harness
+
+BASE = make_tokenizer.ROOT / "data" / "base-small"
+CODEC = Codec(Tokenizer.from_file(str(BASE / "tokenizer.json")))
+
+
+@pytest.fixture
+def tokenizer():
+    return CODEC.tokenizer
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tokenizer
+
+
+@given(text=st.text())
+def test_any_text_makes_the_round_trip(text):
+    assert CODEC.decode(CODEC.encode(text)) == text
+    assert not set(CODEC.encode(text)) & set(CODEC.added.values())
+
+
+@pytest.mark.parametrize("kind", names.NAMES)
+def test_a_name_is_the_same_tokens_wherever_it_stands(tokenizer, kind):
+    rng = random.Random(0)
+    places = [
+        "- {}(link_id:int): 查",
+        '{{"name": "{}", "arguments": {{"a": "{}"}}}}',
+        "两个都用{}查",
+        "{}：v",
+        "“{}”。",
+        "={}\n",
+    ]
+    for _ in range(50):
+        name = names.name(rng, [kind])
+        ids = tokenizer.encode(name).ids
+        for place in places:
+            around = tokenizer.encode(place.format(name, name)).ids
+            assert any(around[i : i + len(ids)] == ids for i in range(len(around))), (name, place)
+
+
+def test_one_token_each_for_han_characters_digits_and_markup(tokenizer):
+    for c in set(names.HAN) | set("0123456789，。：？“”"):
+        assert len(tokenizer.encode(c).ids) == 1, c
+    assert len(tokenizer.encode("商品123").ids) == 5
+    for piece in ['{"', '": "', '", "', '"}', "\n\n", *make_tokenizer.SPECIAL, *make_tokenizer.MARKUP]:
+        assert len(tokenizer.encode(piece).ids) == 1, piece
+    special = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+    assert special == set(make_tokenizer.SPECIAL)
+
+
+def test_end_of_turn_and_padding_differ():
+    loaded = AutoTokenizer.from_pretrained(BASE)
+    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert len(loaded) < 3500
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_price", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_chat_template_and_codec_write_the_same_text(tokenizer, tools):
+    turns = [
+        {"role": "system", "content": "你是主播。"},
+        {"role": "user", "content": "3号多少钱"},
+        {"role": "assistant", "content": "", "reasoning": "查一下", "calls": [Call("get_price", {"券": None, "n": 3})]},
+        {"role": "tool", "content": '{"price": 59}'},
+        {"role": "tool", "content": '{"price": 69}'},
+        {"role": "assistant", "content": "59元。"},
+        {"role": "user", "content": "有券吗"},
+    ]
+    there = []
+    for turn in turns:
+        calls = [{"function": {"name": c.name, "arguments": c.arguments}} for c in turn.get("calls", [])]
+        there.append({k: v for k, v in turn.items() if k in ("role", "content")})
+        there[-1] |= {"tool_calls": calls, "reasoning_content": turn.get("reasoning", "")}
+    made = AutoTokenizer.from_pretrained(BASE).apply_chat_template(
+        there, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert made == Codec(tokenizer).text(turns, tools)
+
+
+def test_building_twice_gives_the_same_tokenizer():
+    texts = [general.sample(random.Random(i))["prompt"] for i in range(200)] + ["龘 get_inventory 😊"]
+    one, two = (make_tokenizer.build(texts, 100).to_str() for _ in range(2))
+    assert one == two
+    assert len(Tokenizer.from_str(one).encode("龘").ids) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# samples and batches
+
+
+@pytest.mark.parametrize("source", make_base.HELD_OUT)
+def test_samples_are_seeded_and_train_what_the_assistant_says(tokenizer, source):
+    codec = Codec(tokenizer)
+    ids, mask = make_base.make_sample(codec, source, 5, "test")
+    assert (ids, mask) == make_base.make_sample(codec, source, 5, "test")
+    assert len(ids) == len(mask) and mask[0] == 0
+    assert ids[-1] == codec.added["<|im_end|>"] and mask[-1] == make_base.SAID
+    said = codec.decode([i for i, m in zip(ids, mask) if m == make_base.SAID])
+    thought = codec.decode([i for i, m in zip(ids, mask) if m == make_base.THOUGHT])
+    assert "<think>" not in said and "<|im_start|>" not in said + thought
+
+
+def test_dialogues_never_show_a_name_of_the_shipped_harness(tokenizer):
+    h = random_harness._original()
+    known = {x.name for x in [*h.tools, *h.skills] if "_" in x.name}  # single words may turn up by chance
+    for seed in range(10):
+        shown = Codec(tokenizer).decode(random_harness.dialogue(Codec(tokenizer), seed).ids)
+        assert not [name for name in known if name in shown]
+
+
+def samples(lengths):
+    ids = np.concatenate([np.full(n, i + 1, np.uint16) for i, n in enumerate(lengths)])
+    return make_base.Samples(ids, np.ones(len(ids), np.uint8), lengths)
+
+
+def test_batches_are_padded_on_the_right_and_masked():
+    ids, mask = samples([3, 5, 40]).batch([2, 0], "cpu")
+    assert ids.shape == (2, 48) and mask.sum(1).tolist() == [40, 3]
+    assert ids[0, :40].eq(3).all() and ids[1, :3].eq(1).all() and not ids[1, 3:].any()
+
+
+def test_an_epoch_takes_each_sample_once_within_the_budget():
+    lengths = [random.Random(i).randint(2, 200) for i in range(3000)]
+    stream, seen = samples(lengths).groups(2560, seed=1), []
+    while len(seen) < 3000:
+        group = next(stream)
+        assert len(group) * make_base.padded(max(lengths[i] for i in group)) <= 2560
+        seen += group
+    assert sorted(seen) == list(range(3000))
+    again = samples(lengths).groups(2560, seed=1)
+    assert next(islice(again, 7, None)) == next(islice(samples(lengths).groups(2560, seed=1), 7, None))
+
+
+def test_accuracy_counts_whole_samples_and_leaves_reasoning_out():
+    """A model that always says token 1 on three samples: all right, wrong in its reasoning only, wrong in its reply."""
+    model = SimpleNamespace(
+        model=lambda input_ids: SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, 4)),
+        lm_head=lambda hidden: torch.tensor([0.0, 1.0, 0.0]).expand(len(hidden), 3),
+    )
+    ids = np.array([0, 1, 1, 0, 2, 1, 0, 2, 1], np.uint16)
+    mask = np.array([0, 1, 1, 0, 2, 1, 0, 1, 1], np.uint8)
+    whole, token = make_base.accuracy(model, make_base.Samples(ids, mask, [3, 3, 3]), 64, torch.device("cpu"))
+    assert (whole, token) == (pytest.approx(2 / 3), pytest.approx(4 / 5))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# training
+
+
+def test_the_loss_is_one_mean_over_the_step():
+    """Two micro-batches move the weights as one batch with both does."""
+    made = [make_base.parse(make_base.Config, make_base.PRESETS, ["--config", "tiny", "--out", str(BASE)])] * 2
+    ids = torch.randint(1, 99, (2, 32), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros_like(ids)
+    mask[0, 4:7], mask[1, 9:30] = 1, 1  # unequal token counts: a mean of means would differ
+    grads = []
+    for config, split in zip(made, ([(0, 2)], [(0, 1), (1, 2)])):
+        model = make_base.create(config).model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer.zero_grad = lambda: None
+        config.clip = 1e9
+        sums = make_base.train_step(model, optimizer, config, [("copy", ids[a:b], mask[a:b]) for a, b in split])
+        assert sums["copy"][1] == 24
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(*grads, atol=0.02 * grads[0].abs().max())  # bf16
+
+
+def test_learning_rate_warms_up_and_decays_to_a_tenth():
+    config = make_base.Config(steps=1000)
+    rates = [make_base.learning_rate(config, step) for step in range(1, 1001)]
+    assert max(rates) == max(rates[40:60]) <= config.lr
+    assert rates[-1] == pytest.approx(config.lr / 10, rel=0.02)
+
+
+def test_resume_continues_bit_for_bit_and_the_result_loads(tmp_path):
+    out = tmp_path / "base"
+    out.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BASE / name, out)
+    argv = ["--config", "tiny", "--out", str(out), "--cache", str(tmp_path / "cache"), "--run", str(tmp_path / "run")]
+    argv += ["--copies", "60", "--instructions", "60", "--dialogues", "8", "--held-out", "4"]
+    make_base.main(argv)
+    first = common.load_checkpoint(tmp_path / "run")[2]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {"loss_copy", "loss_dialogue"} <= {key for row in rows for key in row}
+    assert 0 <= rows[-1]["whole_original"] <= 1
+
+    shutil.rmtree(tmp_path / "run" / "ckpt-000004")  # as if killed after the second step
+    make_base.main([*argv, "--resume"])
+    second = common.load_checkpoint(tmp_path / "run")[2]
+    assert first["drawn"] == second["drawn"]
+    for key in first["model"]:
+        assert torch.equal(first["model"][key], second["model"][key]), key
+
+    policy = make_base.policies.load(out)
+    assert policy.codec.calls == "hermes"
+    ids = policy.codec.render(Message("想", "好。"))
+    assert policy.model(torch.tensor([ids])).logits.isfinite().all()
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.old"))
+
+
+def test_no_tokenizer_is_one_clear_line(tmp_path):
+    argv = ["--config", "tiny", "--out", str(tmp_path / "none"), "--run", str(tmp_path / "run")]
+    with pytest.raises(BadInput, match="make_tokenizer"):
+        make_base.main(argv)
