@@ -17,7 +17,7 @@ import json
 import re
 from bisect import bisect_left
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -126,7 +126,8 @@ class Trajectory:
         return list(found.values())
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        """The fields, ready for JSON; the lists are the trajectory's own (asdict would copy them number by number)."""
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, data: dict) -> "Trajectory":
@@ -269,6 +270,7 @@ class Codec:
                 raise BadInput(f"tokenizer has no {name} token: HAT speaks ChatML (Qwen, SmolLM2 and their kin)")
         # a base model may also end its turn with its end-of-text token
         self.stop_ids = [self.added[t] for t in ("<|im_end|>", "<|endoftext|>") if t in self.added]
+        self._known: dict[str, list[int]] = {}
         self.vocab_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     # -- text
@@ -292,8 +294,13 @@ class Codec:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
+    def _markup(self, text: Markup) -> list[int]:
+        if text not in self._known:  # a dozen strings, over and over
+            self._known[text] = self._raw(text)
+        return self._known[text]
+
     def _ids(self, pieces: list[str]) -> list[int]:
-        return [i for piece in pieces for i in (self._raw(piece) if isinstance(piece, Markup) else self.encode(piece))]
+        return [i for p in pieces for i in (self._markup(p) if isinstance(p, Markup) else self.encode(p))]
 
     # -- environment side
 

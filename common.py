@@ -357,7 +357,8 @@ class Run:
         path = self.dir / "metrics.jsonl"
         rows = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = (row for row in rows if row.endswith("\n"))  # a kill can tear the last one
-        write_text(path, "".join(row for row in whole if json.loads(row)["step"] <= self.start))
+        done = self.start or -1  # without a checkpoint all is done again, the rows of step 0 too
+        write_text(path, "".join(row for row in whole if json.loads(row)["step"] <= done))
 
     def log(self, step: int, **metrics: Any) -> None:
         """Append a row to metrics.jsonl (NaN and infinity as null) and print `step 7 | loss 0.6931 | reward 0.5`."""

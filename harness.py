@@ -48,6 +48,7 @@ from chat import REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, Turn, co
 from common import BadInput, cli, option, parse, read_json, write_json, write_text
 
 LOAD_SKILL = "load_skill"  # id of the one tool that the harness itself answers
+SKILL_NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")  # on disk, where a skill's name is its folder's
 EVENTS = ("input", "tool_call", "tool_result", "reply")
 RULES = ("opening", "must_say", "must_not_say", "closing", "max_chars")  # metadata that replies are checked for
 
@@ -184,6 +185,13 @@ class Harness:
 
     # -- names
 
+    @cached_property
+    def validators(self) -> dict[str, jsonschema.protocols.Validator]:
+        """Tool id -> the validator of its arguments."""
+        registry = referencing.Registry()  # knows nothing: a reference out of a schema is an error, not a download
+        schemas = {t.id: {"additionalProperties": False, **t.parameters} for t in self.tools}
+        return {id: jsonschema.Draft202012Validator(schema, registry=registry) for id, schema in schemas.items()}
+
     def skill(self, id: str) -> Skill | None:
         return next((s for s in self.skills if s.id == id), None)
 
@@ -248,10 +256,14 @@ class Harness:
     def save(self, path: str | Path) -> None:
         """Write the directory so that load gives an equal harness (same commit).
 
-        BadInput when the directory holds skills that this harness has not: they would be loaded with it.
+        BadInput when a skill's name is none for a folder, or when the directory holds skills that this harness has
+        not: they would be loaded with it.
         """
         path = Path(path)
         names = [s.name for s in self.skills]
+        for name in names:
+            if not SKILL_NAME.fullmatch(name) or len(name) > 64:
+                raise BadInput(f"skill name {name!r} cannot be saved: lowercase letters, digits, single - or _")
         for folder in sorted((path / "skills").glob("[!.]*")):
             if folder.name not in names:
                 raise BadInput(f"{folder}: no skill of this harness; save into a new directory")
@@ -270,14 +282,12 @@ class Harness:
 
 
 def _short(*values) -> list[str]:
-    """The values as texts of at most 80 characters, cut so that the place where they begin to differ is seen."""
+    """The values as texts of one line and 80 characters at most, so cut that one sees where they begin to differ."""
     texts = [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
+    texts = [text.replace("\n", "\\n") for text in texts]
     differs = next((i for i, chars in enumerate(zip_longest(*texts)) if len(set(chars)) > 1), 0)
     start = differs - 20 if differs > 60 else 0
-    cut = [text[start : start + 74] for text in texts]
-    return [
-        "..." * (start > 0) + part + "..." * (start + 74 < len(text)) for part, text in zip(cut, texts, strict=True)
-    ]
+    return ["..." * (start > 0) + text[start : start + 74] + "..." * (start + 74 < len(text)) for text in texts]
 
 
 def _safe(name: str, where) -> str:
@@ -311,7 +321,7 @@ def load_skill(path: Path) -> Skill:
     if not isinstance(front, dict):
         raise BadInput(f"{path}:2: front matter must be a mapping with name and description")
     name, description, metadata = front.get("name"), front.get("description"), front.get("metadata") or {}
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9]+([_-][a-z0-9]+)*", name) or len(name) > 64:
+    if not isinstance(name, str) or not SKILL_NAME.fullmatch(name) or len(name) > 64:
         raise BadInput(f"{path}:2: name {name!r} must be 1-64 lowercase letters, digits, single - or _")
     if name != path.parent.name:
         raise BadInput(f"{path}:2: name {name!r} differs from its folder {path.parent.name!r}")
@@ -455,10 +465,7 @@ def known_tool(m: Moment):
 def valid_arguments(m: Moment):
     if m.tool is None:
         return None
-    schema = {"additionalProperties": False, **m.tool.parameters}
-    registry = referencing.Registry()  # knows nothing: a reference out of the schema is an error, not a download
-    validator = jsonschema.Draft202012Validator(schema, registry=registry)
-    error = next(validator.iter_errors(m.subject.arguments), None)
+    error = next(m.harness.validators[m.tool.id].iter_errors(m.subject.arguments), None)
     return Deny(error.message[:120]) if error else None
 
 
@@ -489,8 +496,8 @@ def forbidden_claims(m: Moment, words: tuple = ()):
 
 def fact_risk(m: Moment):
     """Every number and Latin word of the reply must stand in the context, the request or a tool result."""
-    known = {w.lower() for text in m.evidence for w in _TERM.findall(text)}
-    word = next((w for w in _TERM.findall(m.subject) if w.lower() not in known), None)
+    known = {w.lower() for text in m.evidence for w in terms_of(text)}
+    word = next((w for w in terms_of(m.subject) if w.lower() not in known), None)
     return Deny(word) if word else None
 
 
@@ -499,7 +506,7 @@ MARKUP = re.compile(
     r"</?[A-Za-z!]|<\w[^>]*>|<\||\|>|```|\*\*|^#+ |^[-*] |\]\(|[\[{]\s*[\"'{]|tool_call|[\0-\x08\x0e-\x1f\ufffd]",
     re.MULTILINE,
 )
-_TERM = re.compile(r"[A-Za-z]+|\d+(?:\.\d+)?")
+_TERM = re.compile(r"[A-Za-z][A-Za-z0-9]*|\d+(?:\.\d+)?")
 CHECKS: dict[str, Check] = {
     f.__name__: f
     for f in (
@@ -520,6 +527,11 @@ def find_check(name: str) -> Check:
         return getattr(importlib.import_module(module), function)
     except Exception as e:  # the module is user code: whatever stops its import
         raise BadInput(f"hook check {name!r} cannot be imported: {e}") from None
+
+
+def terms_of(text: str) -> list[str]:
+    """The numbers and Latin words of a text, SPF50 being one word: what a reply may not make up."""
+    return _TERM.findall(text)
 
 
 def canonical(arguments: dict) -> str:
@@ -580,8 +592,8 @@ class Rollout:
             m.subject, m.tool = subject, tool
             try:
                 verdict = find_check(hook.check)(m, **hook.params)
-                kept = isinstance(getattr(verdict, "value", subject), type(subject))  # a rewrite stays of its kind
-                if not isinstance(verdict, Deny | Rewrite | None) or not kept:
+                rewritten = isinstance(verdict, Rewrite) and isinstance(verdict.value, type(subject))
+                if not (verdict is None or rewritten or isinstance(verdict, Deny)):
                     raise TypeError(f"the check answered {verdict!r}"[:200])
             except Exception as e:  # a hook is user code: whatever it raises is a denial in the trace, never a crash
                 verdict = Deny(f"{type(e).__name__}: {e}")

@@ -20,8 +20,8 @@ Left out: augmented harnesses and the fault curriculum, which come with augment.
 they plug in); a critic; a weight for engine/trainer mismatch beside the ratio.
 
     python rl.py                                           # small: two CPU cores, about 8 minutes
-    python rl.py --config qwen36 --model PATH              # one machine with GPUs
-    torchrun --nproc_per_node=8 rl.py --config qwen36      # groups are sharded over ranks
+    python rl.py --config qwen3 --model PATH               # a dense Qwen3, one GPU (not run yet)
+    torchrun --nproc_per_node=8 rl.py --config qwen3       # groups are sharded over ranks
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
 Expect under small: accuracy and effectiveness rise, reasoning gets shorter. The run ends with both measured on the same
@@ -111,11 +111,9 @@ class Config:
 PRESETS = {
     "tiny": dict(layers=2, groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
     "small": dict(),
-    "smollm2": dict(model="data/smollm2", world="data/world/en.json", groups=16, context=4096, steps=50, micro=4,
-                    lr=1e-5, think_free=100, think_full=200),
-    "qwen36": dict(model="Qwen/Qwen3.6-35B-A3B", dtype="bfloat16", groups=64, group_size=16, context=16384, slots=256,
-                   think_free=100, think_full=200, steps=200, minibatches=4, micro=1, lr=1e-6, warmup=10, eval_every=20,
-                   clip_tool=(1e-3, 2e-3), clip_reply=(3e-4, 4e-4)),
+    "qwen3": dict(model="Qwen/Qwen3-4B", dtype="bfloat16", groups=64, group_size=16, context=16384, slots=256, steps=200,
+                  think_free=100, think_full=200, minibatches=4, micro=1, lr=1e-6, warmup=10, eval_every=20,
+                  clip_tool=(1e-3, 2e-3), clip_reply=(3e-4, 4e-4)),
 }  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,11 +343,11 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
             ids, mask, old, segment = pad_batch(*columns, device=ranks.device)  # (B, T) each
             logps, entropy = token_logps(policy.model, ids, mask, cfg.temperature, entropy=True)
             a = advantages[micro].to(ranks.device, torch.float32)
-            loss, stats = gspo_loss(logps, old, segment * mask, a, low, high, votes)
+            loss, stats = gspo_loss(logps, old, segment, a, low, high, votes)
             if reference:
                 with torch.no_grad():
                     anchor = token_logps(reference.model, ids, mask, cfg.temperature)
-                loss = loss + cfg.kl * kl_loss(logps, anchor, segment * mask, votes)
+                loss = loss + cfg.kl * kl_loss(logps, anchor, segment, votes)
             loss.backward()
             count.update({f"{name}/{s}": x for name, each in stats.items() for s, x in zip(SEGMENTS, each.tolist())})
             count.update(loss=loss.item(), entropy=entropy.detach().sum().item(), tokens=mask.sum().item())

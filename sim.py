@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 
 from chat import Call, Codec, Message, Sample, Trajectory
 from common import cli, option, parse, read_json, seed_of
-from harness import LOAD_SKILL, Harness, canonical, print_events, run
+from harness import LOAD_SKILL, Harness, canonical, print_events, run, terms_of
 
 INTENTS = {"product": 0.46, "small_talk": 0.19, "clarify": 0.16, "after_sale": 0.06, "discount": 0.07, "purchase": 0.06}
 KINDS = {  # what a viewer of that intent asks for; weights in order
@@ -113,6 +113,12 @@ class World:
         found = [x for text in self["say"].values() for x in re.findall(r"([^\s{}]?)\{(\w+)\}([^\s{}]?)", text)]
         number = r"(\d+(?:\.\d+)?)"
         return [(key, re.compile(re.escape(a) + number + re.escape(b))) for a, key, b in found if key in NUMBERS]
+
+    @cached_property
+    def naming(self) -> str:
+        """Pattern of what stands between a link's number and its name in world.say."""
+        gaps = {gap for text in self["say"].values() for gap in re.findall(r"\{n\}([^{}]*)\{name\}", text)}
+        return "|".join(re.escape(gap) for gap in sorted(gaps))
 
     def links(self, rng: random.Random) -> list[dict]:
         """4-8 products with all their facts; names differ."""
@@ -363,16 +369,14 @@ def says(text: str, piece: str) -> bool:
     """Whether a text contains a piece; a number at its edge must stand alone ('89' is not in '189')."""
     before = r"(?<![\d.])" if piece[0].isdigit() else ""
     after = r"(?!\d|\.\d)" if piece[-1].isdigit() else ""
-    return re.search(before + re.escape(piece) + after, text) is not None
+    return piece in text and re.search(before + re.escape(piece) + after, text) is not None
 
 
 def parts(task: Task, reply: str) -> list[tuple[int | None, str]]:
     """(link that it is about, text) for each part of a reply. A part begins where a link is named; None: before any."""
-    named = []
-    for x in task.links:
-        for ref in ("{name}", *task.world["ref"]["number"]):
-            name = re.escape(ref.format(n=x["link_id"], name=x["name"]))
-            named += [(found.start(), x["link_id"]) for found in re.finditer(rf"(?<!\d){name}", reply)]
+    refs = [re.escape(ref.format(n="@")).replace("@", r"(?<!\d)(\d{1,9})") for ref in task.world["ref"]["number"]]
+    named = [(found.start(), int(found[1])) for ref in refs for found in re.finditer(ref, reply)]
+    named += [(found.start(), x["link_id"]) for x in task.links for found in re.finditer(re.escape(x["name"]), reply)]
     named = [(0, None), *sorted(named), (len(reply), None)]
     return [(n, reply[start:end]) for (start, n), (end, _) in zip(named[:-1], named[1:], strict=True) if start < end]
 
@@ -507,21 +511,26 @@ def _truthful(task: Task, reply: str, made: list[tuple[str, str, str]], fates: l
         facts = [data for n in [None, *scope] for data in read.get(n, [])]
         words = {str(value) for data in facts for value in data.values()}
         words |= {ask.key for ask in task.asks} | {task.link(n)["name"] for n in scope} | {str(n) for n in scope}
-        terms = {term for word in words for term in _terms(word)}
-        if any(term not in terms for term in _terms(text)) or any(word in text for word in w["promise"]):
+        terms = {term for word in words for term in terms_of(word)}
+        if any(term not in terms for term in terms_of(text)) or any(word in text for word in w["promise"]):
             return False
         if any(says(text, value) and value not in words for value in w.values):
             return False
         if w["denied_keyword"] in text and not (gone & {owner, None} if owner else gone):
             return False
-        if w["sold_out_keyword"] in text and not any(data.get("stock") == 0 for data in facts):
-            return False
-        if w["no_coupon_keyword"] in text and not any(data.get("coupon") == 0 for data in facts):
-            return False
+        claims = (w["sold_out_keyword"], "stock", 0), (w["no_coupon_keyword"], "coupon", 0)
+        for claim, key, value in (*claims, (w["faq_answer"]["no"], "answer", w["faq_answer"]["no"])):
+            if claim in text and not any(data.get(key) == value for data in facts):
+                return False
         for key, pattern in w.stated:
             key = "return_days" if key == "days" else key
             if not set(pattern.findall(text)) <= {str(task.link(n)[key]) for n in ([owner] if owner else scope)}:
                 return False
+    for x in task.links:
+        if x["name"] in reply:
+            numbers = re.findall(rf"(\d+)(?:{w.naming}){re.escape(x['name'])}", reply)
+            if not set(numbers) <= {str(x["link_id"])}:
+                return False  # that number is another link
     for ask, fate in zip(task.asks, fates, strict=True):
         right = set(wanted(task, ask)[2]) if fate == "had" else set()
         about = "".join(text for n, text in parts(task, reply) if n in (None, ask.link))
@@ -531,10 +540,6 @@ def _truthful(task: Task, reply: str, made: list[tuple[str, str, str]], fates: l
         if any(says(reply, claim) for claim in cheaper - right):
             return False
     return True
-
-
-def _terms(text: str) -> list[str]:
-    return re.findall(r"[A-Za-z]+|\d+(?:\.\d+)?", text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,14 @@ def test_save_refuses_a_directory_with_other_skills(shipped, folder):
     assert tree(folder) == before
 
 
+@pytest.mark.parametrize("name", ["查价", "getPrice", "x" * 65])
+def test_save_writes_nothing_that_load_refuses(shipped, tmp_path, name):
+    """In memory, under augmentation, a skill may have any name; on disk it is a folder's."""
+    with pytest.raises(BadInput, match="cannot be saved"):
+        shipped.copy(skills=[replace(shipped.skills[0], name=name)]).save(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 def test_copy_shares_nothing_and_knows_its_fields(shipped):
     twin = shipped.copy()
     twin.tools[0].parameters["properties"].clear()
@@ -251,7 +260,7 @@ SKILLS = {  # FAULTS 54: what stands in skills/item_qa/SKILL.md -> words of the 
     "text": ("---\nname\n---\n", [":2:", "mapping"]),
     "bad yaml": ("---\nname: item_qa\ndescription: a: b\n---\n", [":3:", "YAML"]),
     "bad date": ("---\nname: item_qa\ndescription: 2024-13-45\n---\n", ["YAML"]),
-    "deep yaml": ("---\nname: " + "[" * 5000 + "\n---\n", ["YAML"]),
+    "deep yaml": ("---\nname: " + "[" * 1000 + "\n---\n", ["YAML"]),
     "no name": ("---\ndescription: x\n---\n", ["name"]),
     "no description": ("---\nname: item_qa\n---\n", ["description"]),
     "blank description": ("---\nname: item_qa\ndescription: '  '\n---\n", ["description"]),
@@ -707,14 +716,16 @@ def test_a_crash_is_a_counted_failure(shipped):
 
 def test_a_stuck_tool_is_left_behind(shipped):
     """FAULTS 28: the deadline passes, the rollout goes on, and what the late thread says is not heard."""
-    h = shipped.copy(limits=replace(shipped.limits, tool_timeout_s=0.05))
+    h, gate = shipped.copy(limits=replace(shipped.limits, tool_timeout_s=0.05)), threading.Event()
     started = time.perf_counter()
-    text, t = one_result(h, lambda arguments: time.sleep(0.3) or 1 / 0)
-    assert time.perf_counter() - started < 0.25
+    text, t = one_result(h, lambda arguments: gate.wait(30) and 1 / 0)
+    assert time.perf_counter() - started < 15
     assert json.loads(text) == {"error": "timeout"} and events(t, "tool_crash")[0]["error"] == "deadline"
     n = len(t.events)
-    time.sleep(0.4)
+    gate.set()
+    time.sleep(0.1)
     assert len(t.events) == n
+    h = shipped.copy(limits=replace(shipped.limits, tool_timeout_s=30))
     assert one_result(h, "fine")[0] == "fine"
 
 

@@ -163,6 +163,20 @@ def test_kl_to_itself_changes_nothing(policy):
     assert kl_log == log and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_seeds_of_a_step(flags):
+    """FAULTS 29, 30: a group shares task and faults, in rooms of their own; all else has its own seed, at any shard."""
+    cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--groups", "4"])
+    world, harness = rl.World.load(cfg.world), rl.Harness.load(cfg.harness)
+    first, second = (rl.training_jobs(cfg, world, harness, step, range(4)) for step in (1, 2))
+    _, tasks, rooms, seeds = zip(*first, *second)
+    assert len({task.seed for task in tasks}) == len({room.seed for room in rooms}) == 8
+    assert len(set(seeds)) == len(set(map(id, rooms))) == 16
+    pairs = [(task.seed, room.seed) for task, room in zip(tasks, rooms)]
+    assert pairs[::2] == pairs[1::2]
+    shard = rl.training_jobs(cfg, world, harness, 1, range(1, 4, 2))
+    assert [seed for *_, seed in shard] == [seeds[i] for i in (2, 3, 6, 7)]
+
+
 def test_run_leaves_its_files(whole):
     log = rows(whole)
     assert [row["step"] for row in log] == [0, 1, 2, 3, 4]
