@@ -52,8 +52,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from chat import REPLY, TOOL, StopReason, Trajectory
-from harness import LOAD_SKILL, Harness, run
-from sim import NO_FAULTS, REWARDS, Faults, World, make_task, readable, score
+from harness import Harness, run
+from sim import NO_FAULTS, Faults, World, make_task, met_fault
+from facts import REWARDS, score
 from model import Policy, create, load, pad_batch, token_logps
 from infer import Engine
 
@@ -111,8 +112,8 @@ class Config:
 PRESETS = {
     "tiny": dict(layers=2, groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
     "small": dict(),
-    "qwen3": dict(model="Qwen/Qwen3-4B", dtype="bfloat16", groups=64, group_size=16, context=16384, slots=256, steps=200,
-                  think_free=100, think_full=200, minibatches=4, micro=1, lr=1e-6, warmup=10, eval_every=20,
+    "qwen3": dict(model="Qwen/Qwen3-4B", dtype="bfloat16", groups=64, group_size=16, context=16384, slots=256,
+                  steps=200, think_free=100, think_full=200, minibatches=4, micro=1, lr=1e-6, warmup=10, eval_every=20,
                   clip_tool=(1e-3, 2e-3), clip_reply=(3e-4, 4e-4)),
 }  # fmt: skip
 
@@ -258,13 +259,7 @@ def collect(engine: Engine, jobs: list[tuple], greedy: bool = False) -> list[Tra
     return trajectories
 
 
-def met_fault(trajectory: Trajectory) -> bool:
-    """Whether a tool failed on it: an unreadable result that is not the answer to a wrong question."""
-    results = [e["text"] for e in trajectory.events if e["event"] == "tool_result" and e["tool"] != LOAD_SKILL]
-    return any(readable(text) is None and '"no_such_' not in text for text in results)
-
-
-def facts(trajectory: Trajectory, cfg: Config) -> dict[str, float]:
+def measure(trajectory: Trajectory, cfg: Config) -> dict[str, float]:
     """What advantages and log need to know of one trajectory, in numbers, so that ranks can exchange it."""
     rewards = {name: trajectory.rewards.get(name) for name in REWARDS}
     row = {f"reward/{name}": math.nan if r is None else r for name, r in rewards.items()}
@@ -309,7 +304,7 @@ def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks:
     tasks = [make_task(world, seed_of("evaluation", i)) for i in mine]
     jobs = [(harness, task, task.open(NO_FAULTS, task.seed), task.seed) for task in tasks]
     trajectories = collect(engine, jobs, greedy=True)
-    return summary(gather([facts(t, cfg) for t in trajectories], list(mine), cfg.eval_requests, ranks)), trajectories
+    return summary(gather([measure(t, cfg) for t in trajectories], list(mine), cfg.eval_requests, ranks)), trajectories
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -401,7 +396,7 @@ def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, 
 
     groups = torch.arange(cfg.groups).repeat_interleave(cfg.group_size)  # (N,) of the global batch
     places = [g * cfg.group_size + m for g in mine for m in range(cfg.group_size)]
-    batch = gather([facts(t, cfg) for t in trajectories], places, len(groups), ranks)
+    batch = gather([measure(t, cfg) for t in trajectories], places, len(groups), ranks)
     if batch["tokens"].sum() == 0:
         raise BadInput(f"no rollout sampled a single token: the prompt does not fit into --context {cfg.context}")
     advantages = advantages_of(batch, groups, cfg)

@@ -52,6 +52,7 @@ class Config:
     cache: str = option(str(ROOT / "runs" / "base-samples"), "made samples, kept between runs")
     resume: bool = option(False, "go on from the last checkpoint")
     seed: int = option(0, "of weights, samples and their order")
+    init: str = option("", "model directory to go on from, with a fresh optimizer; empty = new weights")
     # model
     hidden: int = option(128, "width")
     layers: int = option(4, "decoder layers")
@@ -62,6 +63,7 @@ class Config:
     copies: int = option(60000, "look-up and copy samples")
     instructions: int = option(40000, "IFEval-like samples")
     dialogues: int = option(40000, "trajectories, each under its own random harness; 0 leaves the simulator out")
+    strange: float = option(0.6, "share of the dialogues whose product words are random characters", min=0, max=1)
     held_out: int = option(96, "samples per source of the accuracy measurement")
     max_length: int = option(1280, "tokens; longer samples are left out, and counted")
     workers: int = option(2, "processes that make samples")
@@ -92,11 +94,12 @@ SAID, THOUGHT = 1, 2  # mask values; reasoning is trained but not scored: its wo
 # ------------------------------------------------------------------------------------------------------------------ data
 
 
-def make_sample(codec, source, seed, split):
+def make_sample(codec, source, seed, split, strange):
     """(ids, mask) of one sample of a source; mask 0 = environment. Everything follows from `seed`."""
     rng = random.Random(seed)
     if source in ("dialogue", "original"):
-        trajectory = random_harness.dialogue(codec, seed, split, original=source == "original")
+        strange = strange if split == "train" else 0.0
+        trajectory = random_harness.dialogue(codec, seed, split, source == "original", strange)
         return trajectory.ids, [m * (1 + t) for m, t in zip(trajectory.mask, trajectory.think, strict=True)]
     kind = rng.choice(["lookup", "repeat"]) if source == "copy" else "ifeval"
     example = general.sample(rng, split, kind)
@@ -107,9 +110,10 @@ def make_sample(codec, source, seed, split):
 
 def make_chunk(job):
     """Worker: the samples `start .. stop` of one source as two flat arrays and their lengths."""
-    tokenizer, source, split, seed, start, stop = job
+    tokenizer, source, split, seed, strange, start, stop = job
     codec = Codec(Tokenizer.from_file(tokenizer))
-    pairs = [make_sample(codec, source, seed_of("base", seed, source, split, i), split) for i in range(start, stop)]
+    seeds = [seed_of("base", seed, source, split, i) for i in range(start, stop)]
+    pairs = [make_sample(codec, source, each, split, strange) for each in seeds]
     ids = np.concatenate([np.array(p[0], np.uint16) for p in pairs])
     mask = np.concatenate([np.array(p[1], np.uint8) for p in pairs])
     return ids, mask, [len(p[0]) for p in pairs]
@@ -178,10 +182,19 @@ def make_data(config, start=0):
 
 def sample_file(config, counts):
     """Path of the cache file for these settings and the files that samples are made from."""
-    key = hashlib.sha256(repr((sorted(counts.items()), config.seed, config.max_length)).encode())
+    key = hashlib.sha256(repr((sorted(counts.items()), config.seed, config.strange, config.max_length)).encode())
     code = [
         ROOT / name
-        for name in ("chat.py", "harness.py", "sim.py", "data/general.py", "data/names.py", "data/random_harness.py")
+        for name in (
+            "chat.py",
+            "parts.py",
+            "checks.py",
+            "harness.py",
+            "sim.py",
+            "data/general.py",
+            "data/names.py",
+            "data/random_harness.py",
+        )
     ]
     shown = sorted(
         path for part in ("harness", "world") for path in (ROOT / "data" / part).rglob("*") if path.is_file()
@@ -201,7 +214,7 @@ def tokenizer_file(config):
 def generate(config, counts, cache, chunk=100):
     """Make all samples in worker processes and write the cache file."""
     jobs = [
-        (str(tokenizer_file(config)), source, split, config.seed, start, min(start + chunk, n))
+        (str(tokenizer_file(config)), source, split, config.seed, config.strange, start, min(start + chunk, n))
         for (source, split), n in counts.items()
         for start in range(0, n, chunk)
     ]
@@ -325,7 +338,7 @@ def main(argv):
     run = common.Run(config.run, config, config.resume)
     data = make_data(config, run.start)
     sources = [s for s in SOURCES if (s, "train") in data]
-    policy = create(config)
+    policy = policies.load(config.init) if config.init else create(config)
     model = policy.model.to(device).train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]  # norms are not decayed

@@ -18,12 +18,15 @@ sys.path.insert(0, str(ROOT))
 
 from chat import Codec, Trajectory  # noqa: E402
 from common import seed_of  # noqa: E402
-from harness import Harness, Skill, Tool, assemble  # noqa: E402
+from data.names import HAN  # noqa: E402
+from harness import Harness, assemble  # noqa: E402
+from parts import Skill, Tool  # noqa: E402
 from sim import Faults, World, make_task, teach  # noqa: E402
 
 FAULTS = Faults(0.06, 0.05, 0.05)
 SLIP = 0.06
 VERBOSITY = (0.4, 0.35, 0.25)
+P_VERB = 0.5  # harnesses whose tools share their first word
 
 WORDS = (
     "get query fetch find look read load check list show ask call use open pull product info link id inventory stock coupon shipping "
@@ -195,7 +198,17 @@ def random_harness(h: Harness, rng: random.Random) -> Harness:
         names.add(new)
         return new
 
-    tools = [_tool(t, name(), rng) for t in h.tools]
+    verb = rng.choice(WORDS) if rng.random() < P_VERB else ""  # get_this, get_that: only what follows tells them apart
+
+    def tool_name():
+        if not verb or rng.random() < 0.25:
+            return name()
+        while (new := "_".join([verb, *rng.choices(WORDS, k=rng.choice([1, 1, 2, 3, 5]))])) in names:
+            pass
+        names.add(new)
+        return new
+
+    tools = [_tool(t, tool_name(), rng) for t in h.tools]
     skills = [_skill(s, name(), rng) for s in h.skills]
     if rng.random() < 0.3:
         tools.append(Tool(f"extra_{len(names)}", name(), rng.choice(EXTRA_TOOLS), {"type": "object", "properties": {}}))
@@ -266,12 +279,41 @@ def _original() -> Harness:
     return Harness.load(ROOT / "data" / "harness")
 
 
-def dialogue(codec: Codec, seed: int, split: str = "train", original: bool = False) -> Trajectory:
-    """One oracle trajectory of the world's split under a random harness (or the original one, for measurement only)."""
+def random_words(world: World, rng: random.Random) -> World:
+    """The same world with random words for names, values, topics, cities and promotions: they can only be copied."""
+
+    def words(n, low, high):
+        return {world.split: ["".join(rng.choices(HAN, k=rng.randint(low, high))) for _ in range(n)]}
+
+    data = {
+        **world.data,
+        "prefix": words(12, 1, 2),
+        "noun": words(12, 1, 3),
+        "city": words(6, 2, 3),
+        "faq": words(6, 2, 3),
+    }
+    data["promotion"] = (
+        words(4, 3, 6) if rng.random() < 0.5 else {world.split: [f"满{rng.randint(50, 400)}减{rng.randint(5, 60)}"]}
+    )
+    data["attribute"] = {key: words(6, 1, 3) for key in world["attribute"]}
+    units = ["毫升", "升", "个月", "年", "克", "米"]
+    for key in ("容量", "保修"):
+        data["attribute"][key] = {world.split: [f"{rng.randint(1, 900)}{rng.choice(units)}" for _ in range(6)]}
+    return World(data, world.split)
+
+
+def dialogue(codec: Codec, seed: int, split: str = "train", original: bool = False, strange: float = 0.0) -> Trajectory:
+    """One oracle trajectory of the world's split under a random harness (or the original one, for measurement only).
+
+    strange: share of dialogues whose products are made of random words.
+    """
     rng = random.Random(seed_of("dialogue", seed))
     h = _original() if original else random_harness(_original(), rng)
     verbosity = rng.choices((0, 1, 2), VERBOSITY)[0]
-    return teach(h, make_task(_world(split), seed), codec, seed, FAULTS, verbosity=verbosity, slip=SLIP)
+    world = _world(split)
+    if rng.random() < strange:
+        world = random_words(world, rng)
+    return teach(h, make_task(world, seed), codec, seed, FAULTS, verbosity=verbosity, slip=SLIP)
 
 
 if __name__ == "__main__":

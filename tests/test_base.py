@@ -112,8 +112,8 @@ def test_building_twice_gives_the_same_tokenizer():
 @pytest.mark.parametrize("source", make_base.HELD_OUT)
 def test_samples_are_seeded_and_train_what_the_assistant_says(tokenizer, source):
     codec = Codec(tokenizer)
-    ids, mask = make_base.make_sample(codec, source, 5, "test")
-    assert (ids, mask) == make_base.make_sample(codec, source, 5, "test")
+    ids, mask = make_base.make_sample(codec, source, 5, "test", 0.6)
+    assert (ids, mask) == make_base.make_sample(codec, source, 5, "test", 0.6)
     assert len(ids) == len(mask) and mask[0] == 0
     assert ids[-1] == codec.added["<|im_end|>"] and mask[-1] == make_base.SAID
     said = codec.decode([i for i, m in zip(ids, mask) if m == make_base.SAID])

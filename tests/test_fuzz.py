@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from chat import Sample, StopReason
-from harness import MARKUP, Harness, run
-from sim import Faults, Oracle, World, make_task, score
+from checks import MARKUP
+from facts import score
+from harness import Harness, run
+from sim import Faults, Oracle, World, make_task
 from test_chat import HERMES, MARKUP as TAGS, SPECIAL, SPELLED, XML
 
 ROOT = Path(__file__).parent.parent

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-import harness
 from chat import Call, Message, Sample
+from checks import EVENTS, MARKUP, Deny, Hook, Rewrite
 from common import BadInput, seed_of
 from data.random_harness import random_harness
-from harness import MARKUP, Deny, Harness, Hook, Limits, Rewrite, Skill, Tool, assemble, load_skill, load_tool, run
+from facts import score
+from harness import Harness, assemble, run
+from parts import Limits, Skill, Tool, load_skill, load_tool
 from sim import World, make_task, teach
 from test_chat import HERMES, XML
 
@@ -463,7 +465,7 @@ def test_renamed_harness_shows_no_old_name(shipped):
         for name in old:
             assert not any(re.search(rf"(?<!\w){name}(?!\w)", text) for text in shown), (seed, name)
         assert "{tool:" not in "".join(shown) and "{skill:" not in "".join(shown)
-        assert set(t.rewards.values()) == {1.0}
+        assert set(score(h, task, t).values()) == {1.0}
         checked += len(old)
     assert checked > 600
 
@@ -496,7 +498,7 @@ def test_braces_of_viewers_and_tools_are_not_filled(shipped):
 
 def user_checks(tmp_path, monkeypatch, code):
     """A module of the user's own checks."""
-    (tmp_path / "my_checks.py").write_text("from harness import Deny, Rewrite\nfrom chat import Call\n" + code)
+    (tmp_path / "my_checks.py").write_text("from checks import Deny, Rewrite\nfrom chat import Call\n" + code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_checks", raising=False)
 
@@ -504,7 +506,7 @@ def user_checks(tmp_path, monkeypatch, code):
 def test_a_hook_that_always_denies_ends_in_the_fallback(shipped, tmp_path, monkeypatch):
     """FAULTS 57: the retry budget bounds it, at every event."""
     user_checks(tmp_path, monkeypatch, "def no(m):\n    return Deny('不行')\n")
-    for event in harness.EVENTS:
+    for event in EVENTS:
         h = shipped.copy(hooks=[Hook(event, "my_checks:no", message="拒绝: {detail}")])
         said = Message("", "好的哈。") if event == "reply" else Message("", "", [Call("get_coupon", {"link_id": 3})])
         t, turns = drive(h, [said])
@@ -519,7 +521,7 @@ def test_a_hook_that_fails_is_a_denial(shipped, tmp_path, monkeypatch):
     code += "def none(m):\n    return Rewrite(None)\n\ndef odd(m):\n    return Rewrite(3)\n"
     user_checks(tmp_path, monkeypatch, code)
     for name in ("boom", "yes", "none", "odd"):
-        for event in harness.EVENTS:
+        for event in EVENTS:
             h = shipped.copy(hooks=[Hook(event, f"my_checks:{name}")])
             said = (
                 Message("", "好的哈。") if event == "reply" else Message("", "", [Call("get_coupon", {"link_id": 3})])

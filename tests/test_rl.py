@@ -173,7 +173,7 @@ def test_facts_of_a_trajectory():
         think=[0, 1, 1, 0, 0, 1, 0, 0], state=[-1, 0, 0, 0, -1, 1, 1, 1], stop_reason="reply",
         rewards={"accuracy": 1.0, "effectiveness": 0.5, "tool": None},
     )  # fmt: skip
-    row = rl.facts(trajectory, cfg)
+    row = rl.measure(trajectory, cfg)
     assert row["tokens"] == 6 and row["states/tool"] == row["states/reply"] == 1
     assert (row["think/tool"], row["think/reply"]) == (2, 1)
     assert (row["penalty/tool"], row["penalty/reply"]) == (pytest.approx(-0.05), 0)
@@ -193,7 +193,7 @@ def test_cut_and_unscored_trajectories_are_masked_and_counted():
     ):
         token = ([5], [sampled], [0.0], [2 * sampled], [0], [sampled - 1])
         t_ = Trajectory(*token, rewards=dict.fromkeys(rl.REWARDS, accuracy), stop_reason=stop)
-        trajectories.append(rl.facts(t_, cfg))
+        trajectories.append(rl.measure(t_, cfg))
     batch = rl.gather(trajectories, list(range(5)), 5, ALONE)
     out = rl.advantages_of(batch, torch.zeros(5), cfg)
     assert out[0, 1] > 0 > out[1, 1] and out[2:].abs().max() == 0 and out[:, 0].abs().max() == 0

@@ -1,0 +1,202 @@
+"""Hooks and their checks: what may pass between viewer, policy, tools and the public, decided by code.
+
+    check(moment, **params)  ->  None (allow)  |  Deny(detail)  |  Rewrite(value)
+
+A hook runs one check at one event: input (the bullet comment), tool_call (a Call), tool_result (its text), reply (the
+public text). What a check denies is not done: the hook's message goes back to the policy and costs a retry. What it
+rewrites goes on as rewritten. A check that raises denies, with its error in the trace (harness.Rollout.hooks).
+
+In hooks.json, {detail} in a message is what the check found, {tool:ID} and {skill:ID} are shown names:
+
+    {"event": "tool_call", "matcher": "^get_", "check": "repeated_call", "params": {"most": 2}, "message": "..."}
+
+Your own check is any function that can be imported, named "package.module:function":
+
+    def no_digits(m, most=4):
+        return Deny("digits") if sum(c.isdigit() for c in m.subject) > most else None
+
+Left out: checks that call other models.
+"""
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from common import BadInput
+from parts import Skill, Tool
+
+EVENTS = ("input", "tool_call", "tool_result", "reply")
+# Public text is spoken aloud: no tags, no Markdown, no JSON, no tool syntax, no special tokens, no broken bytes.
+MARKUP = re.compile(
+    r"</?[A-Za-z!]|<\w[^>]*>|<\||\|>|```|\*\*|^#+ |^[-*] |\]\(|[\[{]\s*[\"'{]|tool_call|[\0-\x08\x0e-\x1f\ufffd]",
+    re.MULTILINE,
+)
+TERM = re.compile(r"[A-Za-z][A-Za-z0-9]*|\d+(?:\.\d+)?")
+
+
+def terms_of(text: str) -> list[str]:
+    """The numbers and Latin words of a text, SPF50 being one word: what a reply may not make up."""
+    return TERM.findall(text)
+
+
+def canonical(arguments: dict) -> str:
+    """Equal arguments, equal text."""
+    return json.dumps(arguments, sort_keys=True, ensure_ascii=False, default=str)
+
+
+@dataclass
+class Deny:
+    """Not like this. detail: what was found, for the hook's message."""
+
+    detail: str = ""
+
+
+@dataclass
+class Rewrite:
+    """Go on with another subject, of the same type."""
+
+    value: Any
+
+
+@dataclass
+class Moment:
+    """What a check sees: the subject of its event (input text, Call, result text or reply) and all that came before."""
+
+    harness: Any  # the Harness in force; its room stands below this one
+    subject: Any
+    context: dict
+    danmaku: str = ""
+    tool: Tool | None = None  # the called tool, for tool events
+    loaded: list[Skill] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)  # (tool id, canonical arguments) that were executed
+    evidence: list[str] = field(default_factory=list)  # texts that ground a reply: context, request, results
+
+
+Check = Callable[..., Deny | Rewrite | None]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# built-in checks
+
+
+def not_empty(m: Moment):
+    """Something was said."""
+    return None if str(m.subject).strip() else Deny("empty")
+
+
+def input_length(m: Moment):
+    """The input is cut at max_input_chars."""
+    limit = m.harness.limits.max_input_chars
+    return Rewrite(m.subject[:limit]) if len(m.subject) > limit else None
+
+
+def known_tool(m: Moment):
+    """The called tool is one of the harness."""
+    return None if m.tool else Deny(f"unknown tool {m.subject.name!r}")
+
+
+def valid_arguments(m: Moment):
+    """The arguments are those of the tool's JSON schema."""
+    if m.tool is None:
+        return None
+    error = next(m.harness.validators[m.tool.id].iter_errors(m.subject.arguments), None)
+    return Deny(error.message[:120]) if error else None
+
+
+def repeated_call(m: Moment, most: int = 2):
+    """The same call with the same arguments may be made `most` times: once, and once more after a fault."""
+    if m.tool is None:
+        return None
+    return Deny("repeated") if m.calls.count((m.tool.id, canonical(m.subject.arguments))) >= most else None
+
+
+def skill_loaded(m: Moment, kind: str = "reply"):
+    """A skill of that kind was disclosed before."""
+    return None if any(s.kind == kind for s in m.loaded) else Deny(kind)
+
+
+def reply_length(m: Moment):
+    """The reply has no more than max_reply_chars."""
+    limit = m.harness.limits.max_reply_chars
+    return Deny(f"{len(m.subject)}>{limit}") if len(m.subject) > limit else None
+
+
+def reply_format(m: Moment):
+    """The reply is public text, free of MARKUP."""
+    found = MARKUP.search(m.subject)
+    return Deny(found[0][:20]) if found else None
+
+
+def forbidden_claims(m: Moment, words: tuple = ()):
+    """The reply holds none of the words."""
+    word = next((w for w in words if w in m.subject), None)
+    return Deny(word) if word else None
+
+
+def fact_risk(m: Moment):
+    """Every number and Latin word of the reply must stand in the context, the request or a tool result."""
+    known = {w.lower() for text in m.evidence for w in terms_of(text)}
+    word = next((w for w in terms_of(m.subject) if w.lower() not in known), None)
+    return Deny(word) if word else None
+
+
+CHECKS: dict[str, Check] = {
+    f.__name__: f
+    for f in (
+        *(not_empty, input_length, known_tool, valid_arguments, repeated_call),
+        *(skill_loaded, reply_length, reply_format, forbidden_claims, fact_risk),
+    )
+}
+
+
+def find_check(name: str) -> Check:
+    """A built-in check, or a user's own as "package.module:function"; BadInput when there is none."""
+    if name in CHECKS:
+        return CHECKS[name]
+    module, _, function = name.partition(":")
+    if not function:
+        raise BadInput(f"hook check {name!r} does not exist; built in: {', '.join(CHECKS)}; yours: module:function")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except Exception as e:  # the module is user code: whatever stops its import
+        raise BadInput(f"hook check {name!r} cannot be imported: {e}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hooks
+
+
+@dataclass
+class Hook:
+    """One check at one event. matcher: regex over the tool id (tool events only). message: what the policy reads."""
+
+    event: str
+    check: str
+    matcher: str = ""
+    params: dict = field(default_factory=dict)
+    message: str = "{detail}"
+
+    def validate(self) -> None:
+        """The check exists, and takes these params."""
+        for f in fields(self):
+            if not isinstance(getattr(self, f.name), f.type):
+                raise BadInput(f"hook {self.check!r}: params must be an object, everything else a text")
+        if self.event not in EVENTS:
+            raise BadInput(f"hook {self.check!r}: event {self.event!r} is none of {', '.join(EVENTS)}")
+        try:
+            inspect.signature(find_check(self.check)).bind(None, **self.params)
+            re.compile(self.matcher)
+        except TypeError as e:
+            raise BadInput(f"hook {self.check!r}: params {self.params} do not fit: {e}") from None
+        except re.error as e:
+            raise BadInput(f"hook {self.check!r}: matcher {self.matcher!r} is no regular expression: {e}") from None
+
+
+def load_hook(data: dict, where: str) -> Hook:
+    """An entry of hooks.json; where: for errors."""
+    if not isinstance(data, dict) or not {"event", "check"} <= set(data) <= {f.name for f in fields(Hook)}:
+        raise BadInput(f"{where}: a hook has event and check, and may have matcher, params, message")
+    return Hook(**data)

@@ -1,0 +1,253 @@
+"""Ground-truth facts about a rollout: four rewards, from the world, the trace and the harness that was in force.
+
+    accuracy       0 / 1        no number, name or claim beyond what the tools returned, and something asked is answered
+    effectiveness  0 / 0.5 / 1  everything asked is answered, and the rules of the right reply skill are kept
+    tool           0 .. 1       asks served by right calls / (asks + needless, repeated or refused calls)
+    skill          0 .. 1       Jaccard of the skills loaded and the skills wanted
+
+Facts need no judge and cannot be talked round: a claim counts where it is made, of the very link that it is made of,
+and only what a tool has returned may be claimed. The rules that a reply must keep (closing particle, must-say ...) are
+those of the skill in the harness, never of this file.
+
+    python facts.py --seed 3        one task, how the oracle handles it, and its rewards
+
+Left out: synonyms. A right answer in words that the world's templates do not know is no answer here; judges see to it.
+"""
+
+import json
+import re
+from collections import Counter, defaultdict
+from functools import lru_cache
+
+from common import cli, parse
+from chat import Trajectory
+from parts import LOAD_SKILL
+from checks import canonical, terms_of
+from harness import Harness
+from sim import ROUTES, Ask, Config, Task, World, demo, readable, wanted
+
+REWARDS = ("accuracy", "effectiveness", "tool", "skill")
+NUMBERS = ("price", "coupon", "stock", "hours", "days")  # the numbers that world.say states about a link
+
+
+def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
+    """Ground-truth rewards in [0, 1]; all None when the rollout died for reasons that are not the policy's.
+
+    A rollout without a reply of the policy (fallback, cut, too many turns) has accuracy and effectiveness 0.
+    An ask that no tool would tell counts as answered by an honest word, "cannot be checked". Effectiveness is 0.5 when
+    the rules are broken, or when only some asks are answered.
+    """
+    if t.stop_reason == "error":
+        return dict.fromkeys(REWARDS)
+    arguments = {e["call_id"]: canonical(e["arguments"]) for e in t.events if e["event"] == "tool_call"}
+    results = [e for e in t.events if e["event"] == "tool_result" and e["tool"] != LOAD_SKILL]
+    made = [(e["tool"], arguments[e["call_id"]], e["text"]) for e in results]
+    loads = [e["skill"] for e in t.events if e["event"] == "skill"]
+    loaded, expected = set(loads), {id for id in (task.reply_skill, task.strategy) if h.skill(id)}
+    wasted = sum(e["event"] == "tool_error" for e in t.events) + len(loads) - len(loaded)
+
+    tool, fates = _tool_rationality(h, task, made, wasted)
+    skill = len(loaded & expected) / len(loaded | expected) if loaded | expected else 1.0
+    accuracy = effectiveness = 0.0
+    if t.stop_reason == "reply":
+        answered = [_answers(task, ask, t.reply, fate) for ask, fate in zip(task.asks, fates)]
+        accuracy = float(any(answered) and _truthful(task, t.reply, made, fates))
+        right = h.skill(task.reply_skill)
+        rules = right is None or keeps_rules(t.reply, right.rules)
+        effectiveness = 1.0 if all(answered) and rules else 0.5 if any(answered) else 0.0
+    return {"accuracy": accuracy, "effectiveness": effectiveness, "tool": tool, "skill": skill}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tools: which calls served an ask
+
+
+def _tool_rationality(h: Harness, task: Task, made: list[tuple], wasted: int) -> tuple[float, list[str]]:
+    """(score, fate of each ask): had = its facts were read; gone = every way to them failed for good; untried.
+
+    A retry is right after a timeout or a malformed answer, the other tool after a failure; anything else is needless.
+    made: (tool, canonical arguments, result text) of each call. wasted: other calls that should not have been made.
+    """
+    routes = []  # per ask: its calls, each with the call that may replace it
+    for ask in task.asks:
+        main, other, _ = ROUTES[ask.kind]
+        calls, swaps = ([(tool, canonical(args)) for tool, args in ask.calls(way)] for way in (main, other))
+        routes.append(list(zip(calls, swaps or [None] * len(calls))))
+    mains = {call for pairs in routes for call, _ in pairs}
+    replaces = {swap: call for pairs in routes for call, swap in pairs if swap}
+
+    done, needless = set(), wasted
+    failures = Counter({call: 2 for call in mains | set(replaces) if h.tool(call[0]) is None})  # not in this harness
+    for tool, args, text in made:
+        call = (tool, args)
+        right = call in mains or (call in replaces and failures[replaces[call]] > 0)
+        needless += not right or call in done or failures[call] >= 2
+        if readable(text) is not None:
+            done.add(call)
+        else:
+            failures[call] += 2 if "permission_denied" in text else 1
+
+    def fate(call, swap):
+        if call in done or swap in done:
+            return "had"
+        return "gone" if failures[call] >= 2 and (swap is None or failures[swap] >= 2) else "untried"
+
+    fates = []
+    for pairs in routes:
+        each = {fate(*pair) for pair in pairs}
+        fates.append(next((f for f in ("untried", "gone") if f in each), "had"))
+    needed = [f for pairs, f in zip(routes, fates) if pairs]
+    served = sum(f != "untried" for f in needed) if needed else 1
+    return served / (max(len(needed), 1) + needless), fates
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading a reply
+
+
+def says(text: str, piece: str) -> bool:
+    """Whether a text contains a piece; a number at its edge must stand alone ('89' is not in '189')."""
+    before = r"(?<![\d.])" if piece[0].isdigit() else ""
+    after = r"(?!\d|\.\d)" if piece[-1].isdigit() else ""
+    return piece in text and re.search(before + re.escape(piece) + after, text) is not None
+
+
+def by_link(task: Task, reply: str) -> list[tuple[int | None, str]]:
+    """(link that it is about, text) for each part of a reply. A part begins where a link is named; None: before any."""
+    refs = [re.escape(ref.format(n="@")).replace("@", r"(?<!\d)(\d{1,9})") for ref in task.world["ref"]["number"]]
+    named = [(found.start(), int(found[1])) for ref in refs for found in re.finditer(ref, reply)]
+    named += [(found.start(), x["link_id"]) for x in task.links for found in re.finditer(re.escape(x["name"]), reply)]
+    named = [(0, None), *sorted(named), (len(reply), None)]
+    return [(n, reply[start:end]) for (start, n), (end, _) in zip(named[:-1], named[1:]) if start < end]
+
+
+def keeps_rules(reply: str, rules: dict) -> bool:
+    """Whether a reply keeps the checkable rules of a skill."""
+    return (
+        reply.rstrip("。！!.~～ ").endswith(str(rules.get("closing", "")))
+        and reply.startswith(str(rules.get("opening", "")))
+        and str(rules.get("must_say", "")) in reply
+        and ("must_not_say" not in rules or str(rules["must_not_say"]) not in reply)
+        and len(reply) <= int(rules.get("max_chars", 10**9))
+    )
+
+
+def _answers(task: Task, ask: Ask, reply: str, fate: str) -> bool:
+    """Whether the reply tells what was asked, where it speaks of that link, numbers with their unit."""
+    w, keywords = task.world, task.world["small_talk_keyword"]
+    about = "".join(text for n, text in by_link(task, reply) if n is None or not ask.links or n in ask.links)
+    if fate != "had":
+        return fate == "gone" and w["denied_keyword"] in about
+    key, values, pieces = wanted(task, ask)
+    if ask.kind == "faq":
+        return _verdicts(w, about, ask.key) == set(pieces)
+    if ask.kind in keywords and all(word in reply for word in keywords.values()):
+        return False  # says everything, to be right whatever was said
+    units = re.findall(r"\{(\w+)\}(\s?\w?)", w["say"][key])
+    units = {str(values[name]): unit for name, unit in units if name in NUMBERS}
+    return all(says(about, piece + units.get(piece, "")) for piece in pieces)
+
+
+def _verdicts(w: World, text: str, topic: str) -> set[str]:
+    """The answers, yes or no, that a text gives on a topic."""
+    clauses = re.split(r"[，。；！？,.;!?]", text)
+    about = "，".join(clause for clause in clauses if topic in clause) or text
+    yes, no = w["faq_answer"]["yes"], w["faq_answer"]["no"]
+    return {word for word, text in ((no, about), (yes, about.replace(no, ""))) if word in text}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# truth: nothing is claimed that was not read
+
+
+@lru_cache(maxsize=8)  # worlds in use at a time
+def _stated(w: World) -> list[tuple[str, re.Pattern]]:
+    """(which number, its pattern with the character on either side) for each number in world.say."""
+    found = [x for text in w["say"].values() for x in re.findall(r"([^\s{}]?)\{(\w+)\}([^\s{}]?)", text)]
+    number = r"(\d+(?:\.\d+)?)"
+    return [(key, re.compile(re.escape(a) + number + re.escape(b))) for a, key, b in found if key in NUMBERS]
+
+
+@lru_cache(maxsize=8)  # worlds in use at a time
+def _naming(w: World) -> str:
+    """Pattern of what stands between a link's number and its name in world.say."""
+    gaps = {gap for text in w["say"].values() for gap in re.findall(r"\{n\}([^{}]*)\{name\}", text)}
+    return "|".join(re.escape(gap) for gap in sorted(gaps))
+
+
+def _truthful(task: Task, reply: str, made: list[tuple], fates: list[str]) -> bool:
+    """No claim beyond the evidence: each number, name and known value was read, and is said of the right link."""
+    kin, read = defaultdict(set), defaultdict(list)  # link -> the links that it is asked about with; what was read
+    for ask in task.asks:
+        for n in ask.links:
+            kin[n].update(ask.links)
+    for _, args, text in made:
+        if (data := readable(text)) is not None:
+            read[json.loads(args).get("link_id")].append(data)
+    gone = {ask.link for ask, fate in zip(task.asks, fates) if fate == "gone"}
+
+    for owner, text in by_link(task, reply):
+        if owner is not None and owner not in kin:
+            return False  # nobody asked about that link
+        scope = kin[owner] if owner else set(kin)
+        facts = [data for n in (None, *scope) for data in read[n]]
+        excused = gone & {owner, None} if owner else gone
+        if not _grounded(task, text, scope, facts, excused):
+            return False
+        for key, pattern in _stated(task.world):
+            if not set(pattern.findall(text)) <= {str(task.link(n)[key]) for n in ([owner] if owner else scope)}:
+                return False  # that number is another link's, or another fact's
+    return not _misnamed(task, reply) and not _misjudged(task, reply, fates)
+
+
+def _grounded(task: Task, text: str, scope: set[int], facts: list[dict], excused: set) -> bool:
+    """Whether a part of the reply claims only what the facts about the links in scope say.
+
+    excused: links (None: the room) of which it may say that they cannot be checked.
+    """
+    w = task.world
+    words = {str(value) for data in facts for value in data.values()} | {ask.key for ask in task.asks}
+    words |= {task.link(n)["name"] for n in scope} | {str(n) for n in scope}
+    claims = [(w["sold_out_keyword"], "stock", 0), (w["no_coupon_keyword"], "coupon", 0)]
+    claims.append((w["faq_answer"]["no"], "answer", w["faq_answer"]["no"]))
+    return (
+        set(terms_of(text)) <= {term for word in words for term in terms_of(word)}
+        and not any(word in text for word in w["promise"])
+        and not any(says(text, value) and value not in words for value in w.values)
+        and (bool(excused) or w["denied_keyword"] not in text)
+        and all(any(data.get(key) == x for data in facts) for claim, key, x in claims if claim in text)
+    )
+
+
+def _misnamed(task: Task, reply: str) -> bool:
+    """Whether a product's name follows the number of another link."""
+    naming = _naming(task.world)
+    numbers = {x["link_id"]: re.findall(rf"(\d+)(?:{naming}){re.escape(x['name'])}", reply) for x in task.links}
+    return any(number != str(n) for n, found in numbers.items() for number in found)
+
+
+def _misjudged(task: Task, reply: str, fates: list[str]) -> bool:
+    """Whether a yes or no, or which of two is cheaper, is said otherwise than it was read."""
+    w = task.world
+    for ask, fate in zip(task.asks, fates):
+        right = set(wanted(task, ask)[2]) if fate == "had" else set()
+        if ask.kind == "faq":
+            about = "".join(text for n, text in by_link(task, reply) if n in (None, ask.link))
+            if ask.key in about and not _verdicts(w, about, ask.key) <= right:
+                return True
+        if ask.kind == "compare":
+            cheaper = {w["cheaper"].format(n=n) for n in ask.links}
+            if any(says(reply, claim) for claim in cheaper - right):
+                return True
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> None:
+    print(f"rewards: {score(*demo(parse(Config, {}, argv, __doc__)))}")
+
+
+if __name__ == "__main__":
+    cli(main)
