@@ -81,7 +81,8 @@ class Trajectory:
     """One rollout as token-aligned lists, all of one length T, plus what happened.
 
     mask 1 = sampled by the policy, end of turn included; logps are behaviour log-probs (0.0 where mask is 0);
-    segment ENV / TOOL / REPLY; think 1 = sampled reasoning token; state = index of the assistant message, -1 for
+    segment ENV / TOOL / REPLY; think 1 = sampled token that nobody but the policy reads: reasoning, and whatever else
+    stands before the calls of a TOOL state; state = index of the assistant message, -1 for
     environment text. rewards: name -> value, None = could not be scored. reply is what was dispatched to the room.
     """
 
@@ -394,13 +395,24 @@ class Codec:
         content, calls = parse_calls(after)
         return Message(reasoning, content, calls)
 
-    def think_mask(self, ids: list[int]) -> list[int]:
-        """1 for each sampled id up to and including </think> (all of them when the reasoning never ends)."""
-        end = self.added.get("</think>")
-        if end is not None and end in ids:
-            n = ids.index(end) + 1
-        elif "</think>" in (text := self.decode(ids)):  # spelled in plain tokens: the shortest prefix that has it all
-            n = bisect_left(range(len(ids)), True, key=lambda i: "</think>" in self.decode(ids[: i + 1])) + 1
-        else:
-            n = len(ids) if self.opens or text.lstrip().startswith("<think>") else 0
+    def think_mask(self, ids: list[int], calls: bool = False) -> list[int]:
+        """1 for each sampled id up to and including </think> (all of them when the reasoning never ends).
+
+        calls: the message has calls. What stands between </think> and the first of them is thought aloud, since a
+        loop discards it: it counts too, or reasoning would only move there.
+        """
+        n = self._until("</think>", ids)
+        if n is None:
+            n = len(ids) if self.opens or self.decode(ids).lstrip().startswith("<think>") else 0
+        if calls:
+            n += self._until("<tool_call>", ids[n:]) - 1
         return [1] * n + [0] * (len(ids) - n)
+
+    def _until(self, tag: str, ids: list[int]) -> int | None:
+        """How many ids there are up to and including the first of that tag; None: it is not there."""
+        if (special := self.added.get(tag)) in ids:
+            return ids.index(special) + 1
+        if tag not in self.decode(ids):
+            return None
+        # spelled in plain tokens: the shortest prefix that has it all
+        return bisect_left(range(len(ids)), True, key=lambda i: tag in self.decode(ids[: i + 1])) + 1

@@ -73,7 +73,7 @@ class Moment:
     tool: Tool | None = None  # the called tool, for tool events
     loaded: list[Skill] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)  # (tool id, canonical arguments) that were executed
-    evidence: list[str] = field(default_factory=list)  # texts that ground a reply: context, request, results
+    evidence: list[str] = field(default_factory=list)  # tool results: what grounds a number
 
 
 Check = Callable[..., Deny | Rewrite | None]
@@ -136,10 +136,19 @@ def forbidden_claims(m: Moment, words: tuple = ()):
     return Deny(word) if word else None
 
 
-def fact_risk(m: Moment):
-    """Every number and Latin word of the reply must stand in the context, the request or a tool result."""
-    known = {w.lower() for text in m.evidence for w in terms_of(text)}
-    word = next((w for w in terms_of(m.subject) if w.lower() not in known), None)
+def fact_risk(m: Moment, ref: str = "{n}号"):
+    """Every number and Latin word of the reply must stand in a tool result or a product's name.
+
+    Nothing else grounds a number, least of all what viewers say; a link's own number counts only where `ref` names the
+    link. A Latin word may also be the viewer's.
+    """
+    text, links = m.subject, m.context.get("links", [])
+    for link in links:
+        own = rf"(?<!\d){re.escape(str(link['link_id']))}(?!\d)"
+        text = re.sub(re.escape(ref.format(n="@")).replace("@", own), "", text)
+    known = [w for source in (*m.evidence, *(x["name"] for x in links)) for w in terms_of(source)]
+    known += [w for w in terms_of(m.danmaku) if w[0].isalpha()]
+    word = next((w for w in terms_of(text) if w.lower() not in {k.lower() for k in known}), None)
     return Deny(word) if word else None
 
 

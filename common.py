@@ -9,14 +9,12 @@ A training script reads
     config = parse(Config, PRESETS, argv, __doc__)
     ranks = dist()                                   # one process, or one of many under torchrun
     run = Run(config.out, config, config.resume, base=f"runs/rl-{config.config}", ranks=ranks)
-    if run.start:                                    # steps that the newest checkpoint has done, 0 in a fresh run
-        step, model_dir, state = load_checkpoint(run.dir, ranks)
+    step, model_dir, state = load_checkpoint(run.dir, ranks) if checkpoints(run.dir) else (0, config.model, {})
     with Stop(ranks) as stop:                        # the first Ctrl-C lets the step end and be saved
         for step in range(run.start + 1, config.steps + 1):
             ...
             run.log(step, loss=loss)                 # before the save: a resume keeps the rows up to its checkpoint
-            last = stop.requested or step == config.steps
-            if last or step % config.save_every == 0:
+            if (last := stop.requested or step == config.steps) or step % config.save_every == 0:
                 save_checkpoint(run.dir, step, write_model, state, ranks)
             if last:
                 break
@@ -42,8 +40,8 @@ import sys
 import types
 import typing
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING
 from functools import partial
 from itertools import count, takewhile
@@ -57,7 +55,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # GNU's runtime
 
 T = TypeVar("T")
 KEEP = 2  # checkpoints kept: the newest, and one to go back to should a disk have spoiled it
-FREE_ON_RESUME = {"out", "resume", "steps", "save_every", "device"}  # may change; anything else makes another run
+FREE_ON_RESUME = {"out", "resume", "save_every", "device"}  # may change; anything else makes another run
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)  # the user's to mend, not ours
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -105,9 +103,9 @@ def parse(Config: type[T], presets: dict[str, dict], argv: list[str], descriptio
     """Make a `Config` (a dataclass) from its defaults < `presets[name]` (a dict) < the flags in `argv`.
 
     `steps: int = option(30, "optimizer steps", min=1)` is `--steps 30`; a bool `--x` / `--no-x`; a Literal a choice; a
-    tuple or list `1,2,3`; `float | None` also takes `none`. `_` and `-` are one. `--config NAME` picks the preset, by
-    default that of the field `config`, or `small`. BadInput for what is unknown, missing or of a wrong value; `--help`
-    prints all options with their values under the chosen preset and exits 0.
+    tuple or list `1,2,3`, each within min and max; `float | None` also takes `none`. `_` and `-` are one. `--config
+    NAME` picks the preset, by default that of the field `config`, or `small`. BadInput for what is unknown, missing or
+    of a wrong value; `--help` prints all options with their values under the chosen preset and exits 0.
     """
     fields, kinds = dataclasses.fields(Config), typing.get_type_hints(Config)
     flags = {f.name: "--" + f.name.replace("_", "-") for f in fields if f.name != "config"}
@@ -126,15 +124,11 @@ def parse(Config: type[T], presets: dict[str, dict], argv: list[str], descriptio
     for f in fields:
         if f.name in flags:
             kind, default = kinds[f.name], values[f.name]
-            value = {"type": partial(convert, kind=kind), "metavar": kind_name(kind)}
+            how = {"type": partial(convert, kind=kind), "metavar": kind_name(kind)}
+            how = {"action": argparse.BooleanOptionalAction} if kind is bool else how
             text = f"{f.metadata.get('help', '')} ({'required' if default is MISSING else f'default {default}'})"
-            parser.add_argument(
-                flags[f.name],
-                required=default is MISSING,
-                default=argparse.SUPPRESS,
-                help=text.replace("%", "%%"),
-                **({"action": argparse.BooleanOptionalAction} if kind is bool else value),
-            )
+            how |= {"required": default is MISSING, "help": text.replace("%", "%%")}
+            parser.add_argument(flags[f.name], default=argparse.SUPPRESS, **how)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
@@ -142,23 +136,27 @@ def parse(Config: type[T], presets: dict[str, dict], argv: list[str], descriptio
     values |= vars(known)
     for f in fields:
         value, low, high = values[f.name], f.metadata.get("min", -math.inf), f.metadata.get("max", math.inf)
-        if isinstance(value, (int, float)) and not low <= value <= high:
-            raise BadInput(f"{flags[f.name]}: {value} is not within {low} .. {high}")
+        for x in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(x, (int, float)) and not low <= x <= high:
+                raise BadInput(f"{flags[f.name]}: {x} is not within {low} .. {high}")
     return Config(**{f.name: values[f.name] for f in fields})
 
 
 def convert(text: str, kind: Any) -> Any:
     """One word of the command line as a value of the type `kind`."""
-    inner = typing.get_args(kind)
-    if typing.get_origin(kind) is typing.Literal:
+    outer, inner = typing.get_origin(kind), typing.get_args(kind)
+    if outer is typing.Literal:
         choices = {str(choice): choice for choice in inner}
         if text not in choices:
             raise argparse.ArgumentTypeError(f"'{text}' is not one of {kind_name(kind)}{closest(text, choices)}")
         return choices[text]
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # X | None
+    if outer in (typing.Union, types.UnionType):  # X | None
         return None if text == "none" else convert(text, next(k for k in inner if k is not type(None)))
-    if typing.get_origin(kind) in (tuple, list):
-        return typing.get_origin(kind)(convert(part.strip(), inner[0]) for part in text.split(",") if part.strip())
+    if outer in (tuple, list):
+        values = outer(convert(part.strip(), inner[0]) for part in text.split(",") if part.strip())
+        if outer is tuple and ... not in inner and len(values) != len(inner):
+            raise argparse.ArgumentTypeError(f"'{text}' is not {len(inner)} values with commas between")
+        return values
     try:
         value = kind(text)
     except ValueError:
@@ -203,14 +201,20 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
 
 
+def read_text(path: str | Path) -> str:
+    """A UTF-8 file without its byte-order mark and carriage returns; BadInput names the file that cannot be read."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise BadInput(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: not UTF-8 (byte {error.start})") from None
+
+
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file; BadInput names the file, and line and column of a fault."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: not UTF-8 (byte {error.start})") from None
+        return json.loads(read_text(path))
     except json.JSONDecodeError as error:
         raise BadInput(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
 
@@ -234,12 +238,7 @@ class Dist:
     rank: int = 0
     world: int = 1
     device: Any = "cpu"  # torch.device
-
-    @property
-    def group(self) -> Any:
-        import torch.distributed
-
-        return torch.distributed
+    group: Any = None  # torch.distributed
 
     def all_reduce_sum(self, tensor: Any) -> Any:
         """Sum `tensor` over the ranks, in place, and return it."""
@@ -284,7 +283,7 @@ def dist(device: str | None = None) -> Dist:
     if world > 1:
         torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
-    return Dist(rank, world, torch.device(kind, local) if kind == "cuda" else torch.device(kind))
+    return Dist(rank, world, torch.device(f"cuda:{local}" if kind == "cuda" else kind), torch.distributed)
 
 
 class Stop:
@@ -328,28 +327,28 @@ class Run:
 
     out     the directory; "" = the first free one of `base`, `base`-2, `base`-3, ... (to resume: the last that exists)
     resume  go on from the newest checkpoint; rows after it and files that a kill has torn are removed
-    dir, start  the directory, and the step of that checkpoint (0 in a fresh run), on every rank; rank 0 alone writes
+    free    more options that a resume may change: `steps`, where no step depends on how many follow
+    dir, start  the directory, and the step of that checkpoint (0 without one), on every rank; rank 0 alone writes
 
     BadInput: a fresh start where files are, a resume where no run is or of a run with another config.
     """
 
-    def __init__(self, out: str, config: Any, resume: bool = False, base: str = "runs/run", ranks: Dist = ALONE):
+    def __init__(self, out: str, config: Any, resume=False, base="runs/run", ranks: Dist = ALONE, free: tuple = ()):
         self.rank = ranks.rank
         self.dir = ranks.share(find_run(out, base, resume) if self.rank == 0 else None)
         self.start = max(map(step_of, checkpoints(self.dir)), default=0)
         if self.rank == 0:
             now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
             if resume:
-                self.rewind(now)
+                self.rewind(now, FREE_ON_RESUME | set(free))
             write_json(self.dir / "config.json", now | {"code_version": code_version()})
-            width = max(map(len, now))
-            options = (f"\n  {name:{width}}  {value}" for name, value in now.items())
+            options = (f"\n  {name:{max(map(len, now))}}  {value}" for name, value in now.items())
             self.say(f"{self.dir}, {f'resumed after step {self.start}' if resume else 'a new run'}{''.join(options)}")
         ranks.barrier()
 
-    def rewind(self, now: dict) -> None:
+    def rewind(self, now: dict, free: set[str]) -> None:
         saved = read_json(self.dir / "config.json")
-        for name in now.keys() - FREE_ON_RESUME:
+        for name in now.keys() - free:
             if saved.get(name) != now[name]:
                 change = f"{name} was {saved.get(name)} and is now {now[name]}"
                 raise BadInput(f"{self.dir}: {change}; resume with the same options, or start another run")
@@ -357,7 +356,7 @@ class Run:
         path = self.dir / "metrics.jsonl"
         rows = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = (row for row in rows if row.endswith("\n"))  # a kill can tear the last one
-        done = self.start or -1  # without a checkpoint all is done again, the rows of step 0 too
+        done = self.start if checkpoints(self.dir) else -1  # without one all is done again, step 0 too
         write_text(path, "".join(row for row in whole if json.loads(row)["step"] <= done))
 
     def log(self, step: int, **metrics: Any) -> None:
@@ -418,7 +417,7 @@ def save_checkpoint(run_dir: Path, step: int, write_model: Callable, state: dict
         return path
     temp = path.with_name(path.name + ".tmp")
     ranks.barrier()
-    try:
+    with no_leftovers(temp, path):
         if ranks.rank == 0:
             remove_torn(run_dir)
             (temp / "model").mkdir(parents=True)
@@ -434,13 +433,20 @@ def save_checkpoint(run_dir: Path, step: int, write_model: Callable, state: dict
             for old in checkpoints(run_dir)[:-KEEP]:
                 os.replace(old, old.with_name(old.name + ".tmp"))  # half removed, it must not look whole
             remove_torn(run_dir)
+    ranks.barrier()
+    return path
+
+
+@contextmanager
+def no_leftovers(temp: Path, path: Path) -> Iterator[None]:
+    """Should filling the directory `temp`, which is to become `path`, fail: remove it; BadInput for a full disk."""
+    try:
+        yield
     except BaseException as error:
         shutil.rmtree(temp, ignore_errors=True)
         if "No space left" in str(error):  # OSError here, RuntimeError or SafetensorError when a library wrote
-            raise BadInput(f"{path}: no space left on the disk; the checkpoints before it are whole") from error
+            raise BadInput(f"{path}: no space left on the disk; what was saved before is whole") from error
         raise
-    ranks.barrier()
-    return path
 
 
 def load_checkpoint(run_dir: str | Path, ranks: Dist = ALONE) -> tuple[int, Path, dict]:

@@ -1,17 +1,20 @@
 """Ground-truth facts about a rollout: four rewards, from the world, the trace and the harness that was in force.
 
     accuracy       0 / 1        no number, name or claim beyond what the tools returned, and something asked is answered
-    effectiveness  0 / 0.5 / 1  everything asked is answered, and the rules of the right reply skill are kept
+    effectiveness  0 / 0.5 / 1  all that is asked is answered and nothing else, by the rules of the right reply skill
     tool           0 .. 1       asks served by right calls / (asks + needless, repeated or refused calls)
     skill          0 .. 1       Jaccard of the skills loaded and the skills wanted
 
 Facts need no judge and cannot be talked round: a claim counts where it is made, of the very link that it is made of,
 and only what a tool has returned may be claimed. The rules that a reply must keep (closing particle, must-say ...) are
-those of the skill in the harness, never of this file.
+those of the skill in the harness, never of this file; what they tell it to say is no claim of the policy's.
 
     python facts.py --seed 3        one task, how the oracle handles it, and its rewards
 
-Left out: synonyms. A right answer in words that the world's templates do not know is no answer here; judges see to it.
+Left out, judges see to it:
+- synonyms beyond world.synonym: a right answer in words that the world does not know is no answer here;
+- claims in words that the world does not know ("特别好用", a product of no pool that no number precedes), and a number
+  that was read about the link, said of another thing in the same unit ("只要20元" of a coupon of 20).
 """
 
 import json
@@ -22,12 +25,14 @@ from functools import lru_cache
 from common import cli, parse
 from chat import Trajectory
 from parts import LOAD_SKILL
-from checks import canonical, terms_of
+from checks import terms_of
 from harness import Harness
-from sim import ROUTES, Ask, Config, Task, World, demo, readable, wanted
+from sim import ROUTES, Ask, Config, Task, World, demo, readable, same_call, wanted
 
 REWARDS = ("accuracy", "effectiveness", "tool", "skill")
 NUMBERS = ("price", "coupon", "stock", "hours", "days")  # the numbers that world.say states about a link
+FIELD = re.compile(r"\{(\w+)\}")  # of a template
+CLAUSE = "，。；！？,.;!?"  # what ends one
 
 
 def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
@@ -35,11 +40,12 @@ def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
 
     A rollout without a reply of the policy (fallback, cut, too many turns) has accuracy and effectiveness 0.
     An ask that no tool would tell counts as answered by an honest word, "cannot be checked". Effectiveness is 0.5 when
-    the rules are broken, or when only some asks are answered.
+    the rules are broken, when only some asks are answered, or when more is read out than was asked.
     """
     if t.stop_reason == "error":
         return dict.fromkeys(REWARDS)
-    arguments = {e["call_id"]: canonical(e["arguments"]) for e in t.events if e["event"] == "tool_call"}
+    calls = [e for e in t.events if e["event"] == "tool_call"]
+    arguments = {e["call_id"]: same_call(task.world, e["arguments"]) for e in calls}
     results = [e for e in t.events if e["event"] == "tool_result" and e["tool"] != LOAD_SKILL]
     made = [(e["tool"], arguments[e["call_id"]], e["text"]) for e in results]
     loads = [e["skill"] for e in t.events if e["event"] == "skill"]
@@ -50,11 +56,13 @@ def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
     skill = len(loaded & expected) / len(loaded | expected) if loaded | expected else 1.0
     accuracy = effectiveness = 0.0
     if t.stop_reason == "reply":
-        answered = [_answers(task, ask, t.reply, fate) for ask, fate in zip(task.asks, fates)]
-        accuracy = float(any(answered) and _truthful(task, t.reply, made, fates))
         right = h.skill(task.reply_skill)
-        rules = right is None or keeps_rules(t.reply, right.rules)
-        effectiveness = 1.0 if all(answered) and rules else 0.5 if any(answered) else 0.0
+        rules = right.rules if right else {}
+        reply, read = _own_words(task.world, t.reply, rules), _read(made)
+        answered = [_answers(task, ask, reply, fate) for ask, fate in zip(task.asks, fates)]
+        accuracy = float(any(answered) and _truthful(task, reply, read, fates))
+        perfect = all(answered) and keeps_rules(t.reply, rules) and not _unasked(task, reply, read)
+        effectiveness = 1.0 if perfect else 0.5 if any(answered) else 0.0
     return {"accuracy": accuracy, "effectiveness": effectiveness, "tool": tool, "skill": skill}
 
 
@@ -65,22 +73,23 @@ def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
 def _tool_rationality(h: Harness, task: Task, made: list[tuple], wasted: int) -> tuple[float, list[str]]:
     """(score, fate of each ask): had = its facts were read; gone = every way to them failed for good; untried.
 
-    A retry is right after a timeout or a malformed answer, the other tool after a failure; anything else is needless.
+    A retry is right after a timeout or a malformed answer; the other tool after a failure, or in place of the main one;
+    anything else is needless.
     made: (tool, canonical arguments, result text) of each call. wasted: other calls that should not have been made.
     """
     routes = []  # per ask: its calls, each with the call that may replace it
     for ask in task.asks:
         main, other, _ = ROUTES[ask.kind]
-        calls, swaps = ([(tool, canonical(args)) for tool, args in ask.calls(way)] for way in (main, other))
+        calls, swaps = ([(tool, same_call(task.world, args)) for tool, args in ask.calls(way)] for way in (main, other))
         routes.append(list(zip(calls, swaps or [None] * len(calls))))
     mains = {call for pairs in routes for call, _ in pairs}
     replaces = {swap: call for pairs in routes for call, swap in pairs if swap}
 
-    done, needless = set(), wasted
+    done, needless, called = set(), wasted, {call[:2] for call in made}
     failures = Counter({call: 2 for call in mains | set(replaces) if h.tool(call[0]) is None})  # not in this harness
     for tool, args, text in made:
         call = (tool, args)
-        right = call in mains or (call in replaces and failures[replaces[call]] > 0)
+        right = call in mains or (call in replaces and (failures[replaces[call]] > 0 or replaces[call] not in called))
         needless += not right or call in done or failures[call] >= 2
         if readable(text) is not None:
             done.add(call)
@@ -114,11 +123,20 @@ def says(text: str, piece: str) -> bool:
 
 def by_link(task: Task, reply: str) -> list[tuple[int | None, str]]:
     """(link that it is about, text) for each part of a reply. A part begins where a link is named; None: before any."""
-    refs = [re.escape(ref.format(n="@")).replace("@", r"(?<!\d)(\d{1,9})") for ref in task.world["ref"]["number"]]
-    named = [(found.start(), int(found[1])) for ref in refs for found in re.finditer(ref, reply)]
+    named = [(found.start(), int(re.search(r"\d+", found[0])[0])) for found in _refs(task.world).finditer(reply)]
     named += [(found.start(), x["link_id"]) for x in task.links for found in re.finditer(re.escape(x["name"]), reply)]
     named = [(0, None), *sorted(named), (len(reply), None)]
     return [(n, reply[start:end]) for (start, n), (end, _) in zip(named[:-1], named[1:]) if start < end]
+
+
+def _own_words(w: World, reply: str, rules: dict) -> str:
+    """The reply without what the skill told it to say, and with the world's word for each synonym."""
+    for key in ("opening", "must_say"):
+        reply = reply.replace(str(rules[key]), CLAUSE[0]) if rules.get(key) else reply
+    reply = reply.rstrip("。！!.~～ ").removesuffix(str(rules.get("closing", "")))
+    for pattern, word in w["synonym"].items():
+        reply = re.sub(pattern, word, reply)
+    return reply
 
 
 def keeps_rules(reply: str, rules: dict) -> bool:
@@ -141,16 +159,15 @@ def _answers(task: Task, ask: Ask, reply: str, fate: str) -> bool:
     key, values, pieces = wanted(task, ask)
     if ask.kind == "faq":
         return _verdicts(w, about, ask.key) == set(pieces)
-    if ask.kind in keywords and all(word in reply for word in keywords.values()):
-        return False  # says everything, to be right whatever was said
-    units = re.findall(r"\{(\w+)\}(\s?\w?)", w["say"][key])
-    units = {str(values[name]): unit for name, unit in units if name in NUMBERS}
+    if ask.kind in keywords:
+        return [word for word in keywords.values() if word in reply] == pieces  # one more would be a hedge
+    units = {str(values[name]): unit for name, unit in _units(w).items() if name in values}
     return all(says(about, piece + units.get(piece, "")) for piece in pieces)
 
 
 def _verdicts(w: World, text: str, topic: str) -> set[str]:
     """The answers, yes or no, that a text gives on a topic."""
-    clauses = re.split(r"[，。；！？,.;!?]", text)
+    clauses = re.split(f"[{CLAUSE}]", text)
     about = "，".join(clause for clause in clauses if topic in clause) or text
     yes, no = w["faq_answer"]["yes"], w["faq_answer"]["no"]
     return {word for word, text in ((no, about), (yes, about.replace(no, ""))) if word in text}
@@ -159,8 +176,17 @@ def _verdicts(w: World, text: str, topic: str) -> set[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 # truth: nothing is claimed that was not read
 
+world_cache = lru_cache(maxsize=8)  # worlds in use at a time
 
-@lru_cache(maxsize=8)  # worlds in use at a time
+
+@world_cache
+def _refs(w: World) -> re.Pattern:
+    """Any link named by its number."""
+    refs = sorted(w["ref"]["number"], key=len, reverse=True)
+    return re.compile("|".join(re.escape(ref.format(n="@")).replace("@", r"(?<!\d)\d{1,9}") for ref in refs))
+
+
+@world_cache
 def _stated(w: World) -> list[tuple[str, re.Pattern]]:
     """(which number, its pattern with the character on either side) for each number in world.say."""
     found = [x for text in w["say"].values() for x in re.findall(r"([^\s{}]?)\{(\w+)\}([^\s{}]?)", text)]
@@ -168,35 +194,59 @@ def _stated(w: World) -> list[tuple[str, re.Pattern]]:
     return [(key, re.compile(re.escape(a) + number + re.escape(b))) for a, key, b in found if key in NUMBERS]
 
 
-@lru_cache(maxsize=8)  # worlds in use at a time
-def _naming(w: World) -> str:
-    """Pattern of what stands between a link's number and its name in world.say."""
+@world_cache
+def _units(w: World) -> dict[str, str]:
+    """Which number -> the character that follows it in world.say."""
+    found = [x for text in w["say"].values() for x in re.findall(r"\{(\w+)\}(\s?\w)", text)]
+    units = {key: unit for key, unit in found if key in NUMBERS}
+    return units | {"list_price": units["price"]}
+
+
+@world_cache
+def _valued(w: World) -> re.Pattern:
+    """(attribute, value that is said to be its value), the value being of any attribute."""
+    keys = "|".join(map(re.escape, w["attribute"]))
+    values = {value for pool in w["attribute"].values() for split in pool.values() for value in split}
+    values = "|".join(re.escape(v) for v in sorted(values, key=len, reverse=True))
+    gap = re.escape(re.search(r"\{key\}([^{}]*)\{value\}", w["say"]["attr"])[1])
+    return re.compile(f"({keys})(?:{gap})?({values})")
+
+
+@world_cache
+def _naming(w: World) -> re.Pattern:
+    """(link's number, what stands between it and a name in world.say, the rest of the clause)."""
     gaps = {gap for text in w["say"].values() for gap in re.findall(r"\{n\}([^{}]*)\{name\}", text)}
-    return "|".join(re.escape(gap) for gap in sorted(gaps))
+    gaps = "|".join(re.escape(gap) for gap in sorted(gaps, key=len, reverse=True))
+    return re.compile(rf"(?<!\d)(\d{{1,9}})({gaps})([^{CLAUSE}]*)")
 
 
-def _truthful(task: Task, reply: str, made: list[tuple], fates: list[str]) -> bool:
-    """No claim beyond the evidence: each number, name and known value was read, and is said of the right link."""
-    kin, read = defaultdict(set), defaultdict(list)  # link -> the links that it is asked about with; what was read
-    for ask in task.asks:
-        for n in ask.links:
-            kin[n].update(ask.links)
+def _read(made: list[tuple]) -> dict[int | None, list[dict]]:
+    """Link (None: the room) -> what was read about it."""
+    read = defaultdict(list)
     for _, args, text in made:
         if (data := readable(text)) is not None:
             read[json.loads(args).get("link_id")].append(data)
-    gone = {ask.link for ask, fate in zip(task.asks, fates) if fate == "gone"}
+    return read
 
+
+def _truthful(task: Task, reply: str, read: dict, fates: list[str]) -> bool:
+    """No claim beyond the evidence: each number, name and known value was read, and is said of the right link."""
+    asked = {n for ask in task.asks for n in ask.links}
+    gone = {ask.link for ask, fate in zip(task.asks, fates) if fate == "gone"}
     for owner, text in by_link(task, reply):
-        if owner is not None and owner not in kin:
+        if owner is not None and owner not in asked:
             return False  # nobody asked about that link
-        scope = kin[owner] if owner else set(kin)
-        facts = [data for n in (None, *scope) for data in read[n]]
+        scope = {owner} if owner else asked
+        facts = [data for n in (None, *scope) for data in read.get(n, [])]
         excused = gone & {owner, None} if owner else gone
         if not _grounded(task, text, scope, facts, excused):
             return False
         for key, pattern in _stated(task.world):
-            if not set(pattern.findall(text)) <= {str(task.link(n)[key]) for n in ([owner] if owner else scope)}:
+            if not set(pattern.findall(text)) <= {str(task.link(n)[key]) for n in scope}:
                 return False  # that number is another link's, or another fact's
+        for key, value in _valued(task.world).findall(text):
+            if value not in [task.link(n)["attributes"].get(key) for n in scope]:
+                return False  # that value is another attribute's
     return not _misnamed(task, reply) and not _misjudged(task, reply, fates)
 
 
@@ -206,24 +256,52 @@ def _grounded(task: Task, text: str, scope: set[int], facts: list[dict], excused
     excused: links (None: the room) of which it may say that they cannot be checked.
     """
     w = task.world
-    words = {str(value) for data in facts for value in data.values()} | {ask.key for ask in task.asks}
-    words |= {task.link(n)["name"] for n in scope} | {str(n) for n in scope}
+    words = {str(value) for data in facts for value in data.values()} | {task.link(n)["name"] for n in scope}
+    words |= {ask.key for ask in task.asks if ask.key and (scope & set(ask.links))}
+    rest = _refs(w).sub(CLAUSE[0], text)  # a link's number grounds no other
+    for word in sorted(words, key=len, reverse=True):
+        rest = rest if word.isdigit() else rest.replace(word, CLAUSE[0])
+
+    for unit in set(_units(w).values()):
+        own = {str(data[key]) for data in facts for key, u in _units(w).items() if u == unit and key in data}
+        if not set(re.findall(rf"(\d+(?:\.\d+)?)\s*{unit}", rest)) <= own:
+            return False
+    stock = [data["stock"] for data in facts if "stock" in data]
     claims = [(w["sold_out_keyword"], "stock", 0), (w["no_coupon_keyword"], "coupon", 0)]
     claims.append((w["faq_answer"]["no"], "answer", w["faq_answer"]["no"]))
     return (
-        set(terms_of(text)) <= {term for word in words for term in terms_of(word)}
-        and not any(word in text for word in w["promise"])
-        and not any(says(text, value) and value not in words for value in w.values)
+        set(terms_of(rest)) <= {term for word in words for term in terms_of(word)}
+        and not any(word in rest for word in (*w["promise"], *w["hearsay"]))
+        and not re.search(w["spelled_number"], rest)
+        and not any(value in rest and not any(value in word for word in words) for value in w.values)
+        and (any(stock) or not any(word in rest for word in w["in_stock_keyword"]))
         and (bool(excused) or w["denied_keyword"] not in text)
         and all(any(data.get(key) == x for data in facts) for claim, key, x in claims if claim in text)
     )
 
 
 def _misnamed(task: Task, reply: str) -> bool:
-    """Whether a product's name follows the number of another link."""
-    naming = _naming(task.world)
-    numbers = {x["link_id"]: re.findall(rf"(\d+)(?:{naming}){re.escape(x['name'])}", reply) for x in task.links}
-    return any(number != str(n) for n, found in numbers.items() for number in found)
+    """Whether another name than its own stands where world.say puts a link's name: after its number.
+
+    In the words of a template around it, it is a name, unless a filler; after "N号链接是" too, unless it is a fact.
+    """
+    w = task.world
+    for number, gap, text in _naming(w).findall(reply):
+        name, tails = task.link(int(number))["name"], []
+        for ask in task.asks:
+            key, values, _ = wanted(task, ask)
+            if int(number) in ask.links and "{name}" in w["say"][key]:
+                tails.append(re.split(f"[{CLAUSE}]", w["say"][key].partition("{name}")[2].format(**values))[0])
+        said = next((text.partition(tail)[0] for tail in tails if tail and tail in text), "")
+        if "{n}" + gap not in w["ref"]["number"]:
+            said = said or text
+            for value in task.link(int(number))["attributes"].values():
+                said = said.replace(value, "")
+        if re.sub(w["filler"], "", said.replace(name, "")) not in name:
+            return True
+        if any(text.startswith(x["name"]) for x in task.links if x["name"] != name):
+            return True
+    return False
 
 
 def _misjudged(task: Task, reply: str, fates: list[str]) -> bool:
@@ -240,6 +318,17 @@ def _misjudged(task: Task, reply: str, fates: list[str]) -> bool:
             if any(says(reply, claim) for claim in cheaper - right):
                 return True
     return False
+
+
+def _unasked(task: Task, reply: str, read: dict) -> bool:
+    """Whether something is read out that was read but not asked for."""
+    w, due = task.world, []
+    for ask in task.asks:
+        key, values, _ = wanted(task, ask)
+        due += [str(values[field]) for field in FIELD.findall(w["say"][key])]
+        due += [str(task.link(n)[field]) for n in ask.links for field in ("name", "price")[: 1 + (ask.kind == "compare")]]
+    facts = [(str(x), str(x) + _units(w).get(key, "")) for each in read.values() for d in each for key, x in d.items()]
+    return any(says(reply, text) and not any(says(d, value) for d in due) for value, text in facts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

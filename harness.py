@@ -38,10 +38,10 @@ from typing import Any
 
 from jsonschema.protocols import Validator
 
-from common import BadInput, cli, option, parse, read_json, write_json, write_text
+from common import BadInput, cli, option, parse, read_json, read_text, write_json, write_text
 from chat import REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, Turn, coerce, valid
 from parts import LOAD_SKILL, SKILL_NAME, Limits, Skill, Tool
-from parts import load_limits, load_skill, load_tool, plain_name, read_text
+from parts import load_limits, load_skill, load_tool, plain_name
 from checks import MARKUP, Deny, Hook, Moment, Rewrite, canonical, find_check, load_hook
 
 # of harness.json, and what each must be
@@ -51,6 +51,7 @@ FORMATS = {  # one line for each thing that a prompt lists
     "tool": "- {signature}: {description}",
     "link": "{link_id}. {name}",
     "turn": "{role}: {text}",
+    "signal": "{name}: {value}",
 }
 
 
@@ -74,22 +75,42 @@ class Harness:
         self.validate()
 
     def validate(self) -> None:
-        """Refuse what would fail at run: parts that are wrong by themselves, double names, missing blocks."""
-        for kind, things in (("skill", self.skills), ("tool", self.tools)):
-            for what in ("id", "name"):
-                values = [getattr(x, what) for x in things]
-                if twice := [v for v in values if values.count(v) > 1]:
-                    raise BadInput(f"two {kind}s have the {what} {twice[0]!r}")
-        for part in (*self.skills, *self.tools, self.limits, *self.hooks):
-            part.validate()
+        """Refuse what would fail at run; the message begins with the file, and the entry in it, that is at fault."""
+        for place, part in self.places():
+            try:
+                part.validate()
+            except BadInput as e:
+                raise BadInput(f"{place}: {e}") from None
+            if isinstance(part, Hook) and part.check == "skill_loaded" and not self.can_load(part):
+                raise BadInput(f"{place}: skill_loaded can never pass: no tool {LOAD_SKILL}, or no skill of that kind")
+        taken: dict[tuple, str] = {}
+        for place, part in self.places():
+            for what in ("id", "name") if isinstance(part, Skill | Tool) else ():
+                key = (type(part).__name__.lower(), what, getattr(part, what))
+                if key in taken:
+                    raise BadInput(f"{place}: two {key[0]}s have the {what} {key[2]!r}, the other is {taken[key]}")
+                taken[key] = place
         for key, text in self.formats.items():
             if key not in FORMATS or not isinstance(text, str):
-                raise BadInput(f"formats: {key!r}: {text!r}; there is a text for each of {', '.join(FORMATS)}")
+                known = ", ".join(FORMATS)
+                raise BadInput(f"harness.json: formats: {key!r}: {text!r}; there is a text for each of {known}")
         if MARKUP.search(self.fallback):
-            raise BadInput(f"fallback {self.fallback!r} must be plain public text")
+            raise BadInput(f"harness.json: fallback {self.fallback!r} must be plain public text")
         for block in [*self.system, self.user]:
             if block not in self.blocks:
-                raise BadInput(f"prompt block {block!r} is listed but there is no prompt/{block}.md")
+                raise BadInput(f"harness.json: prompt block {block!r} is listed but there is no prompt/{block}.md")
+
+    def places(self) -> list[tuple[str, Skill | Tool | Hook | Limits]]:
+        """Each part with the file where it stands, or would stand if saved."""
+        parts = [(f"skills/{s.name}/SKILL.md", s) for s in self.skills]
+        for kind in ("tools", "hooks"):
+            parts += [(f"{kind}.json[{i}]", part) for i, part in enumerate(getattr(self, kind))]
+        return [*parts, ("harness.json", self.limits)]
+
+    def can_load(self, hook: Hook) -> bool:
+        """Whether the policy can do what a skill_loaded hook waits for."""
+        kind = hook.params.get("kind", "reply")
+        return self.tool(LOAD_SKILL) is not None and any(s.kind == kind for s in self.skills)
 
     def copy(self, **changes) -> "Harness":
         """A deep copy with some fields replaced, validated anew: how every other harness state is made."""
@@ -191,7 +212,7 @@ class Harness:
         try:
             return cls(**content)
         except BadInput as e:
-            raise BadInput(f"{path}: {e}") from None
+            raise BadInput(f"{path}/{e}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the directory so that load gives an equal harness (same commit).
@@ -233,7 +254,7 @@ def _short(*values) -> list[str]:
 def assemble(h: Harness, danmaku: str, context: dict) -> list[dict]:
     """System and user message for one request; context comes from the room (links, current_link_id, history ...)."""
     line, links = FORMATS | h.formats, context.get("links", [])
-    current = context.get("current_link_id")
+    current, signals = context.get("current_link_id"), context.get("signals", {})
     skills = [{"name": s.name, "description": s.description} for s in h.skills]
     tools = [{"signature": t.signature(), "description": t.description} for t in h.tools]
     values = {
@@ -243,7 +264,7 @@ def assemble(h: Harness, danmaku: str, context: dict) -> list[dict]:
         "history": "\n".join(h.fill(line["turn"], x) for x in context.get("history", [])),
         "current_link_id": current,
         "current_link_name": next((x["name"] for x in links if x["link_id"] == current), ""),
-        "signals": context.get("signals", ""),
+        "signals": "\n".join(h.fill(line["signal"], {"name": k, "value": v}) for k, v in signals.items()),
         "danmaku": danmaku,
         **asdict(h.limits),
     }
@@ -265,7 +286,8 @@ class Rollout:
     """State of one rollout, and the hooks over it. `run` below is the control flow; this only keeps its books."""
 
     def __init__(self, h: Harness, room, seed: int):
-        self.h, self.room, self.retries = h, room, 0
+        self.h, self.room = h, room
+        self.retries, self.refused = 0, False  # refused: something of this state was denied
         self.trajectory = Trajectory(harness_commit=h.commit, seed=seed)
         self.moment = Moment(h, None, copy.deepcopy(room.context))
 
@@ -313,7 +335,7 @@ class Rollout:
         self.event("tool_call", tool=tool.id, arguments=arguments, call_id=call.id)
         self.moment.calls.append((tool.id, canonical(call.arguments)))
         if tool.id == LOAD_SKILL:
-            name = next(iter(arguments.values()), None)
+            name = arguments.get("skill")
             if (skill := named(self.h.skills, name)) is None:
                 return self.refuse(call, f"unknown skill {name!r}")
             self.event("skill", skill=skill.id)
@@ -330,8 +352,8 @@ class Rollout:
         return text
 
     def refuse(self, call: Call, why: str) -> str:
-        """The error that the policy reads in place of a result; it costs a retry."""
-        self.retries += 1
+        """The error that the policy reads in place of a result; it costs this state a retry."""
+        self.refused = True
         self.event("tool_error", name=call.name, call_id=call.id, error=why)
         return json.dumps({"error": why}, ensure_ascii=False)
 
@@ -392,7 +414,6 @@ def run(h: Harness, request, room, codec: Codec, seed: int = 0) -> Generator[Tur
     r.event("input", danmaku=m.danmaku)
     if denial is not None:
         return finish(r, "fallback")
-    m.evidence = [m.danmaku, json.dumps(m.context, ensure_ascii=False)]
 
     # 2 assemble prompt
     messages = assemble(h, m.danmaku, m.context)
@@ -403,20 +424,22 @@ def run(h: Harness, request, room, codec: Codec, seed: int = 0) -> Generator[Tur
         t.append_env(delta)
         sample = yield Turn(delta, messages, limits.max_state_tokens)
         said = codec.parse(sample.ids) if sample.ids else Message()
-        t.append_sample(sample, TOOL if said.calls else REPLY, codec.think_mask(sample.ids), state)
+        t.append_sample(sample, TOOL if said.calls else REPLY, codec.think_mask(sample.ids, bool(said.calls)), state)
         for call in said.calls:
             call.id = f"{state}.{call.id}"
         r.event("state", state=state, **vars(said) | {"calls": [dict(vars(call)) for call in said.calls]})
         if sample.finish != "stop":
             return finish(r, "error" if sample.finish == "error" else "length")
+        r.refused = False
         if said.calls:
             messages = [{"role": "tool", "content": r.call(call)} for call in said.calls]
         else:
             reply, denial = r.hooks("reply", said.content)
             if denial is None and reply.strip() and not MARKUP.search(reply):  # the last guard holds without any hook
                 return finish(r, "reply", reply.strip())
-            r.retries += 1
+            r.refused = True
             messages = [{"role": "user", "content": denial or "reply must be plain text"}]
+        r.retries += r.refused  # once a state, however many of its calls: an error must be read before it can be mended
         if r.retries > limits.max_retries:
             return finish(r, "fallback")
         delta = codec.delta(messages)
@@ -505,26 +528,31 @@ def _ask() -> str:
 
 def trace(c: Config, path: str) -> None:
     """Print the stored rollouts of a file, least rewarded first."""
-    rows = [json.loads(line) for line in read_text(Path(path)).split("\n") if line.strip()]
-    rows.sort(key=lambda row: sum(v or 0.0 for v in row["rewards"].values()))
-    for row in rows[: c.count]:
-        rewards = ", ".join(f"{k} {v}" for k, v in row["rewards"].items())
-        print(f"\n== seed {row['seed']}  harness {row['harness_commit']}  {len(row['ids'])} tokens  {rewards}")
-        print_events(row["events"])
+    stored = []
+    for n, line in enumerate(read_text(path).split("\n"), 1):
+        try:
+            stored += [Trajectory.from_dict(json.loads(line))] if line.strip() else []
+        except (ValueError, TypeError, AssertionError) as e:
+            raise BadInput(f"{path}:{n}: not a stored rollout: {str(e)[:200]}") from None
+    stored.sort(key=lambda t: sum(v or 0.0 for v in t.rewards.values()))
+    for t in stored[: c.count]:
+        rewards = ", ".join(f"{k} {v}" for k, v in t.rewards.items())
+        print(f"\n== seed {t.seed}  harness {t.harness_commit}  {len(t.ids)} tokens  {rewards}")
+        print_events(t.events)
 
 
 def main(argv: list[str]) -> None:
-    commands = {"show": show, "chat": chat, "trace": trace}
-    if not argv or argv[0] not in (*commands, "-h", "--help"):
-        raise BadInput(f"harness.py takes a command: {' | '.join(commands)}")
-    command, *rest = argv
+    command, *rest = argv or [""]
+    if command in ("-h", "--help"):
+        parse(Config, {}, ["--help"], __doc__)  # prints it and exits
+    if command == "trace" and (not rest or rest[0].startswith("-")):
+        raise BadInput("trace takes a file of trajectories: python harness.py trace runs/.../trajectories.jsonl")
     if command == "trace":
-        if not rest or rest[0].startswith("-"):
-            raise BadInput("trace takes a file of trajectories: python harness.py trace runs/.../trajectories.jsonl")
         trace(parse(Config, {}, rest[1:], __doc__), rest[0])
+    elif command in ("show", "chat"):
+        {"show": show, "chat": chat}[command](parse(Config, {}, rest, __doc__))
     else:
-        config = parse(Config, {}, rest if command in commands else argv, __doc__)
-        commands[command](config)
+        raise BadInput("harness.py takes a command: show | chat | trace")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@
 
 An agent loop is a generator: it yields a `Turn` (token ids to append) and is sent a `Sample` (what the policy said).
 Each loop holds a *row* of a KV buffer until it returns, tools included. One step is one forward pass over a flat list
-of tokens: one token of every row that is sampling, and all that is new of every row that begins a turn. Nothing is
-padded, and rows do not wait for each other. A new row first copies the longest prefix that it shares with some other
-row: the prompt of a group, or the system prompt of a harness, is computed once.
+of tokens: one token of every row that is sampling, and all that is new of every row that begins a turn. Rows do not
+wait for each other; attention alone is padded, to the longest row. A new row first copies the longest prefix that it
+shares with some other row: the prompt of a group, or the system prompt of a harness, is computed once.
 
     engine = Engine(policy, slots=64, context=1024)
     loops = [run(harness, task.danmaku, task.open(), policy.codec, seed) for seed in seeds]
@@ -18,7 +18,8 @@ row: the prompt of a group, or the system prompt of a harness, is computed once.
 Without a deadline a run is reproducible bit for bit; in another batch, or with a deadline, up to float rounding.
 `python bench/rollout.py` measures it: 3 to 6 times the tokens per second of `generate` on the whole history.
 
-Works with every Hugging Face causal LM of plain attention layers (Qwen2, Qwen3, Llama, ...), on CPU and CUDA.
+For Hugging Face causal LMs whose layers all have full attention and take an attention function of ours (tested with
+Qwen2, Qwen3 and Llama); the others are refused. The device is the model's; tested on CPU, not yet on CUDA.
 Left out: sliding-window and recurrent layers, paged memory, tensor parallelism; a serving engine has those.
 """
 
@@ -125,6 +126,12 @@ class Buffer:
         for tensor in self.keys + self.values:
             tensor[target, :, :length] = tensor[source, :, :length]
 
+    @torch.inference_mode()
+    def clear(self, row):
+        """Zero a row. A NaN that stays would reach the row's next rollout: a weight of 0 times NaN is NaN."""
+        for tensor in self.keys + self.values:
+            tensor[row] = 0
+
 
 @dataclass
 class Step:
@@ -222,6 +229,8 @@ class Engine:
     def __init__(self, policy: Policy, slots=64, context=1024, temperature=1.0, top_p=1.0, top_k=0, deadline_s=None):
         config = policy.model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if not policy.model._supports_attention_backend:  # it would ignore ours: no cache, no mask, and no error
+            raise BadInput(f"{policy.path}: {config.model_type} models take no attention function of the engine's")
         if kinds != {"full_attention"}:
             raise BadInput(
                 f"{policy.path}: the engine knows full_attention layers only, not {', '.join(sorted(kinds))}"
@@ -384,6 +393,8 @@ class Engine:
             self.stats["prefilled"] += row.length - row.cached
         row.cached = row.length
         if math.isnan(logp):
+            self.buffer.clear(row.slot)
+            self.tokens[row.slot] = row.cached = 0
             return self._fail(row, "nan")
         self.tokens[row.slot, row.length] = token
         row.length += 1

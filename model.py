@@ -13,13 +13,13 @@ sampled token, a chunk at a time, and is computed again in the backward pass: to
 This file knows Hugging Face models; the stages above it see a `Policy`. Left out: model parallelism (accelerate's).
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import common  # noqa: F401  before torch: it sets the OpenMP environment
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
@@ -32,7 +32,7 @@ from transformers import (
 from transformers.utils import logging
 
 from chat import Codec
-from common import BadInput
+from common import BadInput, fsync, no_leftovers
 
 HEAD_CHUNK = 2048  # sampled tokens per LM-head product: 2048 x 248k logits in fp32 are 2 GB
 BUCKET = 128  # lengths are padded to multiples of this: on a CPU each new shape compiles new bf16 kernels
@@ -57,6 +57,22 @@ class Policy:
         self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
+    def publish(self, path):
+        """`save` as the directory `path`, whole or not at all: what stood there goes when all has reached the disk."""
+        path = Path(path)
+        temp, old = (path.with_name(f"{path.name}.{end}.tmp") for end in ("new", "old"))
+        for torn in (temp, old):
+            shutil.rmtree(torn, ignore_errors=True)
+        with no_leftovers(temp, path):
+            temp.mkdir(parents=True)
+            self.save(temp)
+            for each in (*temp.rglob("*"), temp):
+                fsync(each)
+            if path.exists():
+                path.rename(old)
+            temp.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+
 
 def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
     """Read a Hugging Face directory (or, if there is none of that name, a hub id already in the cache).
@@ -77,8 +93,8 @@ def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
             path, dtype=dtype, attn_implementation=attn, local_files_only=True, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    except Exception as error:  # for what is wrong in a config or a file these libraries raise nearly anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise BadInput(f"{path}: not a readable model directory: {reason}") from error
     finally:
         logging.set_verbosity(level)
@@ -172,8 +188,8 @@ def token_logps(model, ids, mask, temperature=1.0, entropy=False, hidden=None):
 
     ids (B, T) int64, right-padded; mask (B, T), nonzero where a token was sampled (never the first, which nothing
     predicts). -> (B, T), 0 where mask is 0; with entropy=True also the entropies (B, T) in nats of the distributions
-    those tokens were drawn from. hidden (B, T, H): the hidden states when the caller has them. An all-zero mask gives
-    zeros that carry no gradient.
+    those tokens were drawn from, for the log: they carry no gradient. hidden (B, T, H): the hidden states when the
+    caller has them. An all-zero mask gives zeros that carry no gradient.
     """
     sampled = mask.bool()
     assert not sampled[:, 0].any(), "the first token of a sequence cannot have been sampled"
@@ -197,5 +213,6 @@ def _head_logps(head, hidden, target, vocab, temperature, entropy):
     """hidden (n, H), target (n,) -> (n, 2) log-prob and entropy (0 unless asked for), fp32."""
     logp = F.log_softmax(head(hidden)[:, :vocab].float() / temperature, dim=-1)  # (n, V)
     chosen = logp.gather(-1, target[:, None])[:, 0]
+    logp = logp.detach()
     spread = -(logp.exp() * logp).sum(-1) if entropy else torch.zeros_like(chosen)
     return torch.stack([chosen, spread], dim=-1)

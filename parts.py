@@ -7,8 +7,9 @@
 Every skill, tool and parameter has a stable `id` (front matter metadata.id, "x-id" in tools.json; the name where
 absent) and a shown `name`. Everything but the model addresses ids, so nothing breaks when names change.
 
-Each part reads its own file (load_*), writes it (to_*) and says what is wrong with it (validate): BadInput, one line
-with file and line where there is one. What would fail at run is refused at load.
+Each part reads its own file (load_*), writes it (to_*) and says what is wrong with it (validate): BadInput, one line.
+The file, and line or index in it, is named by whoever knows it: load_*, or Harness.validate. What would fail at run is
+refused at load.
 
     skill = load_skill(Path("data/harness/skills/item_qa/SKILL.md"))
     tool = load_tool({"name": "now", "description": "time of day"})       # now()
@@ -26,21 +27,11 @@ import jsonschema
 import referencing
 import yaml
 
-from common import BadInput
+from common import BadInput, read_text
 
 LOAD_SKILL = "load_skill"  # id of the one tool that the harness itself answers
 RULES = ("opening", "must_say", "must_not_say", "closing", "max_chars")  # metadata that replies are checked for
 SKILL_NAME = re.compile(r"(?=.{1,64}$)[a-z0-9]+([_-][a-z0-9]+)*")  # on disk, where a skill's name is its folder's
-
-
-def read_text(path: Path) -> str:
-    """A UTF-8 file without its byte-order mark and carriage returns."""
-    try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except OSError as e:
-        raise BadInput(f"{path}: {e.strerror}") from None
-    except UnicodeDecodeError as e:
-        raise BadInput(f"{path}: not UTF-8 (byte {e.start})") from None
 
 
 def plain_name(name: str, where: str | Path) -> str:
@@ -67,14 +58,14 @@ class Skill:
 
     def validate(self) -> None:
         """In memory a name need not be one for a folder: augmentation gives it any."""
-        where = f"skills/{plain_name(self.name, 'skills')}"
+        plain_name(self.name, "name")
         if self.kind not in ("reply", "strategy"):
-            raise BadInput(f"{where}: metadata.kind is {self.kind!r}; it must be reply or strategy")
+            raise BadInput(f"metadata.kind is {self.kind!r}; it must be reply or strategy")
         for key, value in self.rules.items():
             if not isinstance(value, str | int | float):
-                raise BadInput(f"{where}: metadata {key!r} must be a text or a number, not {value!r}")
+                raise BadInput(f"metadata {key!r} must be a text or a number, not {value!r}")
             if key in RULES and f"{{{key}}}" not in self.body:
-                raise BadInput(f"{where}: rule {key!r} of metadata is not shown: put {{{key}}} into the body")
+                raise BadInput(f"rule {key!r} of metadata is not shown: put {{{key}}} into the body")
 
     def to_markdown(self) -> str:
         """The text of its SKILL.md."""
@@ -134,7 +125,9 @@ class Tool:
         if not re.fullmatch(r"[^\s<>\"{}]+", self.name):
             raise BadInput(f"tool name {self.name!r} cannot be called: no spaces, quotes, braces, < or >")
         if len(set(self.param_ids.values())) < len(self.param_ids):
-            raise BadInput(f"tool {self.name}: two parameters have one x-id")
+            raise BadInput(f"tool {self.name!r}: two parameters have one x-id")
+        if self.id == LOAD_SKILL and "skill" not in self.param_ids.values():
+            raise BadInput(f"tool {self.name!r} loads skills: it must have a parameter skill, by name or x-id")
 
     def schema(self) -> dict:
         """As the model's chat template shows it, without ids."""

@@ -13,19 +13,20 @@ selection) are credited to two segments s of a rollout, its tool-call states and
 
 A is A_hat_s, sg stops the gradient, and logp_old is what the engine sampled with: the first ratio is 1, and any
 mismatch of engine and trainer is part of it. Rollouts that were cut by length, or could not be scored, join neither
-baseline nor loss; those whose final advantages are all zero are dropped. Each (trajectory, segment) has one vote, and
-the votes of the whole global batch are the denominator.
+baseline nor loss; those whose final advantages are all zero are dropped. Each (trajectory, segment) that is left has
+one vote, and each minibatch divides its sum by the same number, the votes of the whole global batch over the number of
+minibatches: a vote weighs the same in whichever minibatch it falls.
 
 Left out: augmented harnesses and the fault curriculum, which come with augment.py (`harness_for` is the one place where
 they plug in); a critic; a weight for engine/trainer mismatch beside the ratio.
 
     python rl.py                                           # small: two CPU cores, about 8 minutes
-    python rl.py --config qwen3 --model PATH               # a dense Qwen3, one GPU (not run yet)
-    torchrun --nproc_per_node=8 rl.py --config qwen3       # groups are sharded over ranks
+    torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
 Expect under small: accuracy and effectiveness rise, reasoning gets shorter. The run ends with both measured on the same
-200 unseen requests before and after, and leaves OUT/model (a Hugging Face directory), reward.png and think_length.png.
+200 unseen requests before and after, and leaves OUT/model (a Hugging Face directory), trajectories.jsonl (rollouts of
+the last evaluation; under torchrun those of rank 0), reward.png and think_length.png.
 
 metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
 stop/* = how rollouts ended; first_ratio_off = mean |rho_s - 1| before the first optimizer step; clip/s = share of votes
@@ -35,7 +36,6 @@ that the clip silences; fault_recovery = accuracy of rollouts on which a tool fa
 import json
 import math
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -44,18 +44,17 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
-from common import load_checkpoint, save_checkpoint, seed_of, write_text
+from common import checkpoints, load_checkpoint, save_checkpoint, seed_of, write_text
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from chat import REPLY, TOOL, StopReason, Trajectory
 from harness import Harness, run
-from sim import NO_FAULTS, Faults, World, make_task, met_fault
+from sim import NO_FAULTS, Faults, Task, World, make_task, met_fault
 from facts import REWARDS, score
-from model import Policy, create, load, pad_batch, token_logps
+from model import load, pad_batch, token_logps
 from infer import Engine
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,13 +66,11 @@ class Config:
     # where from, where to
     config: str = option("small", "preset")
     model: str = option("data/base-small", "Hugging Face directory of the policy")
-    layers: int = option(0, "0 = the weights of --model; n = n layers of new weights under its tokenizer", min=0)
     harness: str = option("data/harness", "harness directory")
     world: str = option("data/world/zh.json", "world file")
     out: str = option("", "run directory; empty = the next free runs/rl-PRESET")
     resume: bool = option(False, "continue from the last checkpoint in --out")
     seed: int = option(0, "the seed of everything")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "of weights and activations")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = a GPU per process if there are any")
 
     # rollouts: groups x group_size per step, over all ranks
@@ -82,6 +79,7 @@ class Config:
     temperature: float = option(1.0, "of sampling; top-p and top-k would break the first ratio", min=0.01)
     context: int = option(1024, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
+    deadline_s: float = option(0.0, "seconds per rollout, 0 = none; with one, no two runs are equal bit for bit", min=0)
     faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
 
     # advantages
@@ -98,10 +96,10 @@ class Config:
     warmup: int = option(2, "steps of linear warmup", min=0)
     lr_end: float = option(1.0, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
-    grad_clip: float = option(1.0, "largest gradient norm, over all ranks", min=0)
+    grad_clip: float = option(1.0, "largest gradient norm, over all ranks; 0 = no clip", min=0)
     clip_tool: tuple[float, float] = option((0.10, 0.15), "lo,hi of the tool segment", min=0)
     clip_reply: tuple[float, float] = option((0.10, 0.15), "lo,hi of the reply segment", min=0)
-    kl: float = option(0.0, "weight of the KL to the starting policy; 0 = no reference model in memory", min=0)
+    kl: float = option(0.0, "weight of the KL to --model, on resume too; 0 = no reference model in memory", min=0)
 
     # evaluation and saving
     eval_requests: int = option(200, "unseen requests of the fixed evaluation slice", min=1)
@@ -110,12 +108,9 @@ class Config:
 
 
 PRESETS = {
-    "tiny": dict(layers=2, groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
+    "tiny": dict(groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
     "small": dict(),
-    "qwen3": dict(model="Qwen/Qwen3-4B", dtype="bfloat16", groups=64, group_size=16, context=16384, slots=256,
-                  steps=200, think_free=100, think_full=200, minibatches=4, micro=1, lr=1e-6, warmup=10, eval_every=20,
-                  clip_tool=(1e-3, 2e-3), clip_reply=(3e-4, 4e-4)),
-}  # fmt: skip
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # advantages: numbers of the whole global batch in, one advantage per (trajectory, segment) out. NaN = not scored.
@@ -203,8 +198,8 @@ def gspo_loss(
     """The loss of the header on a micro-batch, and its sums per segment for the log.
 
     logps, old: (B, T) of the trainer now (with gradient) and of the engine then; segment: (B, T) 0 = not trained;
-    advantages: (B, 2); low, high: (2,) clip ranges; votes: (trajectory, segment) pairs of the *global* batch, so that
-    neither micro-batches nor ranks change the gradient.
+    advantages: (B, 2); low, high: (2,) clip ranges; votes: the denominator, (trajectory, segment) pairs of the *global*
+    batch over the number of minibatches, so that neither micro-batches nor ranks nor their sizes change the gradient.
     """
     member = membership(segment)  # (B, 2, T)
     log_ratio = mean_over((logps.detach() - old)[:, None], member)  # (B, 2)
@@ -250,12 +245,17 @@ def training_jobs(cfg: Config, world: World, original: Harness, step: int, group
     return jobs
 
 
-def collect(engine: Engine, jobs: list[tuple], greedy: bool = False) -> list[Trajectory]:
-    """Roll out and score the jobs, all in one batch of the engine."""
+def collect(engine: Engine, jobs: list[tuple], what: str, ranks: Dist, greedy: bool = False) -> list[Trajectory]:
+    """Roll out and score the jobs, all in one batch of the engine, under a progress bar named `what`."""
     loops = [run(harness, task.danmaku, room, engine.policy.codec, seed) for harness, task, room, seed in jobs]
-    trajectories = engine.run(loops, [seed for *_, seed in jobs], greedy=greedy)
-    for (harness, task, *_), trajectory in zip(jobs, trajectories, strict=True):
+    with tqdm(desc=what, total=len(jobs), leave=False, disable=ranks.rank > 0) as bar:
+        results = engine.run(loops, [seed for *_, seed in jobs], greedy, bar.update)
+    trajectories = []
+    for (harness, task, _, seed), trajectory in zip(jobs, results, strict=True):
+        # a loop that hung in a tool at its deadline has told nothing: an error, which score leaves unscored
+        trajectory = trajectory or Trajectory(stop_reason="error", harness_commit=harness.commit, seed=seed)
         trajectory.rewards = score(harness, task, trajectory)
+        trajectories.append(trajectory)
     return trajectories
 
 
@@ -298,12 +298,17 @@ def summary(batch: dict[str, Tensor]) -> dict[str, float]:
     return out | {name: int(x.sum()) for name, x in batch.items() if name.startswith("stop/")}
 
 
+def evaluation_task(world: World, i: int) -> Task:
+    """Request i of the fixed slice, the same in every run."""
+    return make_task(world, seed_of("evaluation", i))
+
+
 def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks: Dist) -> tuple[dict, list[Trajectory]]:
     """Greedy on the fixed slice, no faults: the summary over all ranks, and this rank's trajectories."""
     mine = range(ranks.rank, cfg.eval_requests, ranks.world)
-    tasks = [make_task(world, seed_of("evaluation", i)) for i in mine]
+    tasks = [evaluation_task(world, i) for i in mine]
     jobs = [(harness, task, task.open(NO_FAULTS, task.seed), task.seed) for task in tasks]
-    trajectories = collect(engine, jobs, greedy=True)
+    trajectories = collect(engine, jobs, "evaluation", ranks, greedy=True)
     return summary(gather([measure(t, cfg) for t in trajectories], list(mine), cfg.eval_requests, ranks)), trajectories
 
 
@@ -324,14 +329,17 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
     zero are dropped. Every rank takes the same step: a sum of loss terms under votes counted over all ranks.
     """
     low, high = torch.tensor([cfg.clip_tool, cfg.clip_reply], device=ranks.device).T
-    count, norms = Counter(), []
+    count, norms, cast = Counter(), [], torch.zeros(cfg.minibatches, device=ranks.device)
+    kept = [i for i in range(len(trajectories)) if advantages[i].any()]
+    kept.sort(key=lambda i: len(trajectories[i].ids))  # like lengths together: less padding
+    for i in kept:
+        cast[minibatch[i]] += sum(s in trajectories[i].segment for s in SEGMENTS.values())
+    cast = ranks.all_reduce_sum(cast).tolist()  # votes in each minibatch
+    votes = sum(cast) / cfg.minibatches  # the denominator of them all
     for k in range(cfg.minibatches):
-        chosen = [i for i in range(len(trajectories)) if minibatch[i] == k and advantages[i].any()]
-        chosen.sort(key=lambda i: len(trajectories[i].ids))  # like lengths together: less padding
-        votes = sum(s in trajectories[i].segment for i in chosen for s in SEGMENTS.values())
-        votes = ranks.all_reduce_sum(torch.tensor(float(votes), device=ranks.device)).item()
-        if votes == 0:
+        if cast[k] == 0:
             continue
+        chosen = [i for i in kept if minibatch[i] == k]
         for start in range(0, len(chosen), cfg.micro):
             micro = chosen[start : start + cfg.micro]
             columns = ([getattr(trajectories[i], name) for i in micro] for name in ("ids", "mask", "logps", "segment"))
@@ -347,18 +355,18 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
             count.update({f"{name}/{s}": x for name, each in stats.items() for s, x in zip(SEGMENTS, each.tolist())})
             count.update(loss=loss.item(), entropy=entropy.detach().sum().item(), tokens=mask.sum().item())
             if not norms:  # nothing has been updated yet: the ratio must be 1
-                count.update(first=stats["deviation"].sum().item() / votes)
+                count.update(first=stats["deviation"].sum().item() / cast[k])
         for p in policy.model.parameters():  # a rank without samples takes part all the same
             p.grad = ranks.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
-        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), cfg.grad_clip, error_if_nonfinite=True)
-        norms.append(norm.item())
+        limit = cfg.grad_clip or math.inf
+        norms.append(torch.nn.utils.clip_grad_norm_(policy.model.parameters(), limit, error_if_nonfinite=True).item())
         optimizer.step()
         optimizer.zero_grad()
     if not norms:
         return {"updates": 0}
     names = ["loss", "first", "entropy", "tokens", *(f"{name}/{s}" for name in ("clipped", "votes") for s in SEGMENTS)]
     total = {name: x.item() for name, x in gather([{name: count[name] for name in names}], [0], 1, ranks).items()}
-    log = {"updates": len(norms), "loss": total["loss"] / len(norms), "grad_norm": sum(norms) / len(norms)}
+    log = {"updates": len(norms), "loss": total["loss"] / cfg.minibatches, "grad_norm": sum(norms) / len(norms)}
     log |= {f"clip/{s}": total[f"clipped/{s}"] / max(1, total[f"votes/{s}"]) for s in SEGMENTS}
     return log | {"entropy": total["entropy"] / total["tokens"], "first_ratio_off": total["first"]}
 
@@ -367,38 +375,30 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
 # the run
 
 
-def read_policy(cfg: Config, device, checkpoint: Path | None = None) -> Policy:
-    """The policy of a checkpoint, or else the one that the run starts from."""
-    dtype = getattr(torch, cfg.dtype)
-    if checkpoint or cfg.layers == 0:
-        return load(checkpoint or cfg.model, device, dtype)
-    if not Path(cfg.model, "tokenizer.json").is_file():
-        raise BadInput(f"{cfg.model}: no tokenizer.json there")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(cfg.model)
-    return create(tokenizer, layers=cfg.layers, seed=cfg.seed, device=device, dtype=dtype)
-
-
-def save_whole(policy: Policy, path: Path):
-    """The policy as a Hugging Face directory that is whole or absent."""
-    temp = path.with_name(path.name + ".tmp")
-    for old in (temp, path):
-        shutil.rmtree(old, ignore_errors=True)
-    policy.save(temp)
-    os.replace(temp, path)
+def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Engine:
+    """The engine over the policy at `path`; BadInput for what it cannot run, --context among it."""
+    engine = Engine(
+        load(path, ranks.device), cfg.slots, cfg.context, cfg.temperature, deadline_s=cfg.deadline_s or None
+    )
+    for task in (evaluation_task(world, i) for i in range(cfg.eval_requests)):
+        turn = next(run(harness, task.danmaku, task.open(), engine.policy.codec), None)  # None: a hook denies it
+        if turn and len(turn.ids) >= cfg.context:
+            raise BadInput(f"--context {cfg.context}: a prompt has {len(turn.ids)} tokens, and what follows needs room")
+    return engine
 
 
 def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, ranks: Dist) -> dict:
     """Rollout, advantages, update. All randomness is seeded by (seed, step, index): a resumed step is the same step."""
     started = time.perf_counter()
     mine = range(ranks.rank, cfg.groups, ranks.world)
-    trajectories = collect(engine, training_jobs(cfg, world, harness, step, mine))
+    trajectories = collect(engine, training_jobs(cfg, world, harness, step, mine), f"rollouts {step}", ranks)
     rollout_s = time.perf_counter() - started
 
     groups = torch.arange(cfg.groups).repeat_interleave(cfg.group_size)  # (N,) of the global batch
     places = [g * cfg.group_size + m for g in mine for m in range(cfg.group_size)]
     batch = gather([measure(t, cfg) for t in trajectories], places, len(groups), ranks)
     if batch["tokens"].sum() == 0:
-        raise BadInput(f"no rollout sampled a single token: the prompt does not fit into --context {cfg.context}")
+        raise BadInput(f"step {step}: no rollout sampled a token; look at --context {cfg.context} and --deadline-s")
     advantages = advantages_of(batch, groups, cfg)
     order = torch.randperm(cfg.groups, generator=torch.Generator().manual_seed(seed_of(cfg.seed, "minibatch", step)))
 
@@ -433,7 +433,8 @@ def plot(run_dir: Path):
             axes.plot(*zip(*points), label=name.removeprefix("think/")) if points else None
         axes.set(xlabel="step", ylabel=label)
         axes.legend()
-        figure.savefig(run_dir / picture, dpi=120)
+        figure.savefig(temp := run_dir / f".{picture}.tmp", format="png", dpi=120)
+        os.replace(temp, run_dir / picture)
         pyplot.close(figure)
 
 
@@ -446,26 +447,26 @@ def main(argv: list[str]):
         raise BadInput(f"--think-full {cfg.think_full} must be above --think-free {cfg.think_free}")
     world, unseen = World.load(cfg.world, "train"), World.load(cfg.world, "test")
     harness = Harness.load(cfg.harness)
-    policy = None if cfg.resume else read_policy(cfg, ranks.device)  # before Run: a wrong --model leaves no directory
-    reference = read_policy(cfg, ranks.device) if cfg.kl else None
+    # before Run, so that what is refused leaves no directory
+    engine = None if cfg.resume else ready(cfg.model, cfg, unseen, harness, ranks)
+    reference = load(cfg.model, ranks.device) if cfg.kl else None
 
-    record = Run(cfg.out, cfg, cfg.resume, base=f"runs/rl-{cfg.config}", ranks=ranks)
-    _, directory, state = load_checkpoint(record.dir, ranks) if record.start else (0, None, {})
-    policy = policy or read_policy(cfg, ranks.device, directory)
+    free = ("steps",) if cfg.lr_end == 1 else ()  # else the rate of every step depends on how many there are
+    record = Run(cfg.out, cfg, cfg.resume, f"runs/rl-{cfg.config}", ranks, free)
+    saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
+    engine = engine or ready(saved[1] if saved else cfg.model, cfg, unseen, harness, ranks)
+    policy, before, after = engine.policy, {}, {}
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
-    engine = Engine(policy, cfg.slots, cfg.context, cfg.temperature)
-    if state:
-        optimizer.load_state_dict(state["optimizer"])
-        before, after = state["before"], state["after"]
-    else:
-        before = after = evaluate(engine, unseen, harness, cfg, ranks)[0]
-        record.log(0, **{f"eval/{name}": value for name, value in before.items()})
+    if saved:
+        optimizer.load_state_dict(saved[2]["optimizer"])
+        before, after = saved[2]["before"], saved[2]["after"]
 
-    with Stop(ranks) as stop, tqdm(initial=record.start, total=cfg.steps, disable=ranks.rank > 0) as bar:
-        for step in range(record.start + 1, cfg.steps + 1):
-            log = train_step(step, engine, reference, optimizer, world, harness, cfg, ranks)
-            if step == cfg.steps or (cfg.eval_every and step % cfg.eval_every == 0):
+    with Stop(ranks) as stop, tqdm(desc="steps", initial=record.start, total=cfg.steps, disable=ranks.rank > 0) as bar:
+        for step in range(record.start + 1 if saved else 0, cfg.steps + 1):  # step 0 only evaluates
+            log = train_step(step, engine, reference, optimizer, world, harness, cfg, ranks) if step else {}
+            if step in (0, cfg.steps) or (cfg.eval_every and step % cfg.eval_every == 0):
                 after, trajectories = evaluate(engine, unseen, harness, cfg, ranks)
+                before = before or after
                 log |= {f"eval/{name}": value for name, value in after.items()}
                 if ranks.rank == 0:
                     lines = (json.dumps(t.to_dict(), ensure_ascii=False) + "\n" for t in trajectories)
@@ -475,13 +476,15 @@ def main(argv: list[str]):
             if step == cfg.steps or step % cfg.save_every == 0 or stopping:
                 state = {"optimizer": optimizer.state_dict(), "before": before, "after": after}
                 save_checkpoint(record.dir, step, policy.save, state, ranks)
-            bar.set_postfix({k: f"{log[k]:.3g}" for k in ("score", "think/tool", "think/reply", "tokens_per_s")})
-            bar.update()
+            if step:
+                shown = ("score", "think/tool", "think/reply", "stop/length", "tokens_per_s")
+                bar.set_postfix({k: f"{log[k]:.3g}" for k in shown})
+                bar.update()
             if stopping:
                 break
 
     if ranks.rank == 0:
-        save_whole(policy, record.dir / "model")
+        policy.publish(record.dir / "model")
         plot(record.dir)
         record.say(f"{cfg.eval_requests} unseen requests      before       after")
         for name in ("score", *REWARDS, *(f"think/{s}" for s in SEGMENTS)):

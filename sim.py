@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from common import cli, option, parse, read_json, seed_of
+from common import BadInput, cli, option, parse, read_json, seed_of
 from chat import Call, Codec, Message, Sample, Trajectory
 from parts import LOAD_SKILL, Skill
 from checks import canonical
@@ -76,6 +76,23 @@ class Faults:
 
 NO_FAULTS = Faults(0.0, 0.0, 0.0)
 
+SHAPE = {  # keys that a world file must have -> what must stand under each, if that is fixed
+    **dict.fromkeys(("prefix", "noun", "faq", "city", "promotion"), ("train", "test")),
+    **dict.fromkeys(("model", "attribute", "hours", "return_days", "return_topic", "emoji", "typo"), ()),
+    **dict.fromkeys(("promise", "hearsay", "filler", "synonym", "spelled_number", "in_stock_keyword", "cheaper"), ()),
+    **dict.fromkeys(("denied_keyword", "sold_out_keyword", "no_coupon_keyword"), ()),
+    **dict.fromkeys(("ask", "topic"), tuple(ROUTES)),
+    "say": (*ROUTES, "stock0", "coupon0", "buy0", "unknown", "unknown_room"),
+    "ref": ("number", "name", "current", "history"),
+    "role": ("viewer", "avatar"),
+    "faq_answer": ("yes", "no"),
+    "small_talk_keyword": tuple(KINDS["small_talk"]),
+    "think": tuple(
+        "read ask ask_room ask_compare talk link plan skill strategy verbose found retry swap denied rules"
+        " verbose_reply fix".split()
+    ),
+}
+
 # ---------------------------------------------------------------------------------------------------------------------
 # world and tasks
 
@@ -88,8 +105,15 @@ class World:
 
     @classmethod
     def load(cls, path: str | Path, split: str = "train") -> "World":
-        """A file of data/world."""
-        return cls(read_json(path), split)
+        """A file of data/world; BadInput names what is missing in it."""
+        data = read_json(path)
+        for key, inner in SHAPE.items():
+            if not isinstance(data, dict) or key not in data:
+                raise BadInput(f"{path}: no {key!r} in it; data/world/zh.json has all that a world needs")
+            for name in inner:
+                if not isinstance(data[key], dict) or name not in data[key]:
+                    raise BadInput(f"{path}: no {name!r} under {key!r}")
+        return cls(data, split)
 
     def __getitem__(self, key: str) -> Any:
         return self.data[key]
@@ -103,8 +127,8 @@ class World:
 
     @cached_property
     def values(self) -> set[str]:
-        """Every attribute value, city and promotion there is: words that a reply may say only when it has read them."""
-        pools = [*self["attribute"].values(), self["city"], self["promotion"]]
+        """What a reply may say only of what it has read: any product word, attribute value, topic, city, promotion."""
+        pools = [*self["attribute"].values(), *(self[k] for k in ("prefix", "noun", "faq", "city", "promotion"))]
         return {value for pool in pools for split in pool.values() for value in split}
 
     def links(self, rng: random.Random) -> list[dict]:
@@ -205,7 +229,7 @@ def make_task(world: World, seed: int) -> Task:
     current = rng.randint(1, len(links))
     intent = _draw(rng, INTENTS)
     kind = _draw(rng, KINDS[intent])
-    history, asks = [], [_ask(world, rng, kind, links, current)]
+    history, asks = [], [make_ask(world, rng, kind, links, current)]
     if intent == "clarify":
         asks[0].ref = "history"
     elif intent != "small_talk" and kind != "compare" and rng.random() < P_MERGED:
@@ -213,11 +237,11 @@ def make_task(world: World, seed: int) -> Task:
         del kinds["compare"], kinds[kind if kind in kinds else "attr"]
         second = asks[0]
         while _same_call(asks[0], second):  # one call for both would leave nothing to merge
-            second = _ask(world, rng, _draw(rng, kinds), links, current)
+            second = make_ask(world, rng, _draw(rng, kinds), links, current)
         asks.append(second)
     if intent == "clarify" or rng.random() < 0.15:  # without a follow-up the history is a distraction
         about = links[asks[0].link - 1] if intent == "clarify" else rng.choice(links)
-        asked = _comment(world, rng, Ask("price", about["link_id"]), links)
+        asked = comment(world, rng, Ask("price", about["link_id"]), links)
         said = world["say"]["price"].format(n=about["link_id"], **about)
         history = [{"role": world["role"][who], "text": text} for who, text in (("viewer", asked), ("avatar", said))]
     context = {
@@ -226,7 +250,7 @@ def make_task(world: World, seed: int) -> Task:
         "history": history,
         "signals": {"online": rng.randint(20, 9999)},
     }
-    danmaku = [_comment(world, rng, a, links) for a in asks]
+    danmaku = [comment(world, rng, a, links) for a in asks]
     return Task(seed, intent, asks, danmaku, context, links, rng.choice(world.pool("promotion")), world)
 
 
@@ -234,7 +258,8 @@ def _same_call(a: Ask, b: Ask) -> bool:
     return any(call in b.calls(ROUTES[b.kind][0]) for call in a.calls(ROUTES[a.kind][0]))
 
 
-def _ask(world, rng, kind, links, current) -> Ask:
+def make_ask(world: World, rng: random.Random, kind: str, links: list[dict], current: int) -> Ask:
+    """An ask of that kind about one of the links, or about the room."""
     if ROUTES[kind][0] in (None, ROOM):
         return Ask(kind)
     ref = _draw(rng, {"number": 5, "name": 3, "current": 2})
@@ -248,7 +273,8 @@ def _ask(world, rng, kind, links, current) -> Ask:
     return Ask(kind, n, keys.get(kind, ""), ref=ref)
 
 
-def _comment(world, rng, ask: Ask, links) -> str:
+def comment(world: World, rng: random.Random, ask: Ask, links: list[dict]) -> str:
+    """How a viewer types it, now and then with a typo or an emoji."""
     text = rng.choice(world["ask"][ask.kind])
     if ask.link is not None:
         name = links[ask.link - 1]["name"]
@@ -280,7 +306,7 @@ class Room:
         if random.Random(seed_of(self.seed, "denied", tool)).random() < self.faults.denied:
             return json.dumps({"error": "permission_denied"})
         answer = json.dumps(self.answer(tool, arguments), ensure_ascii=False)
-        key = (tool, canonical(arguments))
+        key = (tool, same_call(self.task.world, arguments))
         if key in self.tried:
             return answer
         self.tried.add(key)
@@ -307,12 +333,24 @@ class Room:
             return {"city": x["city"], "hours": x["hours"]}
         if tool != FAQ:
             return {"error": "no_such_tool"}
-        topic, world = str(arguments.get("topic", "")), self.task.world
-        if topic.startswith(world["return_topic"][0]):
+        topic, world = plain_topic(self.task.world, arguments.get("topic", "")), self.task.world
+        if topic == world["return_topic"]:
             return {"days": x["days"]}
         if topic not in x["faq"]:
             return {"error": "no_such_topic"}
         return {"answer": world["faq_answer"]["yes" if x["faq"][topic] else "no"]}
+
+
+def plain_topic(world: World, topic: Any) -> str:
+    """A topic as the server reads it: whatever begins like that of returns is that one (退款, 退换)."""
+    returns = world["return_topic"]
+    return returns if str(topic).startswith(returns[0]) else str(topic)
+
+
+def same_call(world: World, arguments: dict) -> str:
+    """Equal text for arguments that the server answers alike."""
+    topic = {"topic": plain_topic(world, arguments["topic"])} if "topic" in arguments else {}
+    return canonical(arguments | topic)
 
 
 def readable(text: str) -> dict | None:

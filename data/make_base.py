@@ -22,7 +22,6 @@ import itertools
 import multiprocessing
 import os
 import random
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -43,6 +42,8 @@ from chat import Codec, Message  # noqa: E402
 from common import BadInput, Stop, cli, option, parse, seed_of, write_text  # noqa: E402
 from data import general, random_harness  # noqa: E402
 
+Shares = tuple[float, float, float, float]  # one for each of SOURCES
+
 
 @dataclass
 class Config:
@@ -61,17 +62,18 @@ class Config:
     ffn: int = option(384, "width of the MLP")
     # data
     copies: int = option(60000, "look-up and copy samples")
+    routings: int = option(40000, "choices of tools and skills by their descriptions")
     instructions: int = option(40000, "IFEval-like samples")
     dialogues: int = option(40000, "trajectories, each under its own random harness; 0 leaves the simulator out")
     strange: float = option(0.6, "share of the dialogues whose product words are random characters", min=0, max=1)
     held_out: int = option(96, "samples per source of the accuracy measurement")
-    max_length: int = option(1280, "tokens; longer samples are left out, and counted")
+    max_length: int = option(1280, "tokens; longer samples are left out, and counted", min=1, max=2048)
     workers: int = option(2, "processes that make samples")
     # training
     steps: int = option(4500, "optimizer steps", min=1)
     warm: int = option(800, "first steps, with warm_shares")
-    warm_shares: tuple[float, ...] = option((0.65, 0.1, 0.25), "of micro-batches: copy, ifeval, dialogue")
-    shares: tuple[float, ...] = option((0.08, 0.17, 0.75), "the same after the first `warm` steps")
+    warm_shares: Shares = option((0.5, 0.1, 0.2, 0.2), "of micro-batches: copy, ifeval, routing, dialogue", min=0)
+    shares: Shares = option((0.06, 0.14, 0.2, 0.6), "the same after the first `warm` steps", min=0)
     micro: int = option(4, "micro-batches per step")
     tokens: int = option(2560, "tokens per micro-batch, padding included")
     lr: float = option(3e-3, "peak, after 50 steps; decays linearly to a tenth")
@@ -83,10 +85,12 @@ class Config:
     save_every: int = option(300, "steps between checkpoints")
 
 
-TINY = dict(hidden=64, heads=2, kv_heads=1, layers=2, ffn=128, copies=200, instructions=200, dialogues=40, held_out=8)
-TINY |= dict(steps=4, warm=2, micro=2, tokens=1280, log_every=1, eval_every=4, save_every=2, workers=1)
+TINY = dict(hidden=64, heads=2, kv_heads=1, layers=2, ffn=128, copies=200, instructions=200, held_out=8)
+TINY |= dict(
+    routings=40, dialogues=40, steps=4, warm=2, micro=2, tokens=1280, log_every=1, eval_every=4, save_every=2, workers=1
+)
 PRESETS = {"small": {}, "tiny": TINY}
-SOURCES = ("copy", "ifeval", "dialogue")
+SOURCES = ("copy", "ifeval", "routing", "dialogue")
 HELD_OUT = (*SOURCES, "original")  # accuracy is also measured under the original harness, which the base never sees
 LENGTHS = [*range(32, 129, 16), *range(160, 257, 32), *range(320, 1025, 64), 1280, 1536, 2048]
 SAID, THOUGHT = 1, 2  # mask values; reasoning is trained but not scored: its wording is free
@@ -101,6 +105,9 @@ def make_sample(codec, source, seed, split, strange):
         strange = strange if split == "train" else 0.0
         trajectory = random_harness.dialogue(codec, seed, split, source == "original", strange)
         return trajectory.ids, [m * (1 + t) for m, t in zip(trajectory.mask, trajectory.think, strict=True)]
+    if source == "routing":
+        prompt, said = random_harness.routing(codec, seed, split)
+        return prompt + said, [0] * len(prompt) + [SAID] * len(said)
     kind = rng.choice(["lookup", "repeat"]) if source == "copy" else "ifeval"
     example = general.sample(rng, split, kind)
     prompt = codec.prompt([{"role": "user", "content": example["prompt"]}])
@@ -165,7 +172,8 @@ def make_data(config, start=0):
 
     A run that goes on after step `start` keeps the samples that it began with, whatever became of the code since.
     """
-    counts = {"copy": config.copies, "ifeval": config.instructions, "dialogue": config.dialogues}
+    counts = {"copy": config.copies, "ifeval": config.instructions}
+    counts |= {"routing": config.routings, "dialogue": config.dialogues}
     counts = {(source, "train"): n for source, n in counts.items()}
     counts |= {(s, "test"): config.held_out for s in HELD_OUT if config.dialogues or s in ("copy", "ifeval")}
     counts = {key: n for key, n in counts.items() if n}
@@ -282,24 +290,12 @@ def accuracy(model, samples, budget, device):
     return whole / len(samples), right / total
 
 
-def write(policy, folder):
-    """The policy in bf16 with its tokenizer and generation defaults: a complete Hugging Face directory."""
+def finished(policy):
+    """The policy as it is shipped: a copy in bf16, with generation defaults."""
     policy = dataclasses.replace(policy, model=copy.deepcopy(policy.model).to("cpu", torch.bfloat16))
     stop, pad = policy.codec.stop_ids, policy.tokenizer.pad_token_id
     policy.model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=pad, do_sample=True)
-    policy.save(folder)
-
-
-def publish(policy, config):
-    """Write the finished model beside `out`, then swap the two directories."""
-    out = Path(config.out)
-    temp, old = out.with_name(out.name + ".tmp"), out.with_name(out.name + ".old")
-    for stale in (temp, old):
-        shutil.rmtree(stale, ignore_errors=True)
-    write(policy, temp)
-    out.rename(old)
-    temp.rename(out)
-    shutil.rmtree(old)
+    return policy
 
 
 # ------------------------------------------------------------------------------------------------------------------ loop
@@ -335,10 +331,11 @@ def train_step(model, optimizer, config, batches):
 def main(argv):
     config = parse(Config, PRESETS, argv, __doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer_file(config)  # before Run, as is the policy: what is refused leaves no directory
+    policy = policies.load(config.init) if config.init else create(config)
     run = common.Run(config.run, config, config.resume)
     data = make_data(config, run.start)
     sources = [s for s in SOURCES if (s, "train") in data]
-    policy = policies.load(config.init) if config.init else create(config)
     model = policy.model.to(device).train()
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]  # norms are not decayed
@@ -385,10 +382,10 @@ def main(argv):
                 run.log(step, **row)
             if step % config.save_every == 0 or step == config.steps or stop.requested:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": drawn}
-                common.save_checkpoint(run.dir, step, lambda folder: write(policy, folder), state)
+                common.save_checkpoint(run.dir, step, finished(policy).save, state)
             if stop.requested:
                 break
-    publish(policy, config)
+    finished(policy).publish(config.out)
     run.say(f"{config.out}: {config.steps} steps")
 
 

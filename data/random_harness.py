@@ -2,8 +2,11 @@
 
 A base model has read thousands of harnesses and knows none. So each dialogue here stands under a harness of its own, derived
 from data/harness by ids, with names of many kinds that say nothing about the function (the description does), other
-descriptions, bodies, headings, formats, orders, limits and rule values. These pools are the base's alone; the
-original wording of data/harness is not among them.
+descriptions, bodies, headings, formats, orders, limits and rule values. These pools are the base's alone: no name,
+description or skill body of data/harness is among them.
+
+Most formats put the description before the name. A causal model then reads what a name is for *before* it reads the name, and
+finds it in one step of attention; the other way round takes two, and a few million weights learn that very slowly.
 
     python data/random_harness.py --seed 3        prints one random harness with an oracle dialogue in it
 """
@@ -16,12 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from chat import Codec, Trajectory  # noqa: E402
+from chat import Codec, Message, Trajectory  # noqa: E402
 from common import seed_of  # noqa: E402
 from data.names import HAN  # noqa: E402
-from harness import Harness, assemble  # noqa: E402
+from harness import LOAD_SKILL, Harness, assemble  # noqa: E402
 from parts import Skill, Tool  # noqa: E402
-from sim import Faults, World, make_task, teach  # noqa: E402
+from sim import ROUTES, Faults, World, comment, make_ask, make_task, teach  # noqa: E402
 
 FAULTS = Faults(0.06, 0.05, 0.05)
 SLIP = 0.06
@@ -144,17 +147,17 @@ LINES = [
 ]
 FORMATS = {
     "skill": [
-        "- {name}: {description}",
-        "* {name} {description}",
-        "{name}：{description}",
+        "{description}: {name}",
         "- {description} -> {name}",
-        "{name} | {description}",
+        "* {description} | {name}",
+        "{description} = {name}",
+        "- {name}: {description}",
     ],
     "tool": [
-        "- {signature}: {description}",
-        "* {signature} {description}",
-        "{signature}：{description}",
+        "{description}: {signature}",
         "- {description} -> {signature}",
+        "* {description} | {signature}",
+        "- {signature}: {description}",
     ],
     "link": [
         "{link_id}号 {name}",
@@ -172,6 +175,12 @@ CURRENT = [
     "讲到{current_link_id}号了",
 ]
 REQUESTS = ["弹幕: {danmaku}", "观众说: {danmaku}", "问题: {danmaku}", "新弹幕\n{danmaku}"]
+QUIZ = [
+    "逐条说用什么工具和技能：",
+    "下面每条弹幕用哪个工具、哪个技能？",
+    "给每条弹幕选工具和技能",
+    "分别怎么查，加载什么？",
+]
 PARAMS = {
     "link_id": ["id", "item", "link", "no", "num", "lid"],
     "topic": ["key", "query", "about"],
@@ -190,7 +199,7 @@ CHARACTERS = "".join(c for c in Path(__file__).read_text(encoding="utf-8") if no
 
 def random_harness(h: Harness, rng: random.Random) -> Harness:
     """Another harness with the same functions: same ids, everything that is shown drawn anew."""
-    names: set[str] = set()
+    names = {x.name for x in (*h.tools, *h.skills)}  # the shipped ones are never drawn
 
     def name():
         while (new := random_name(rng)) in names:
@@ -314,6 +323,35 @@ def dialogue(codec: Codec, seed: int, split: str = "train", original: bool = Fal
     if rng.random() < strange:
         world = random_words(world, rng)
     return teach(h, make_task(world, seed), codec, seed, FAULTS, verbosity=verbosity, slip=SLIP)
+
+
+def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], list[int]]:
+    """(prompt, response): only a tool list and a skill list, several comments, and for each the tool and the skill it wants.
+
+    Choosing a name by its description is the slowest thing to learn, and a dialogue has two or three such choices in
+    170 tokens; here half the response is choices. In the oracle's words, so that it carries over.
+    """
+    rng = random.Random(seed_of("routing", seed))
+    h, world = random_harness(_original(), rng), random_words(_world(split), rng)
+    links = world.links(rng)
+    comments, answers, used = [], [], set()
+    for kind in rng.sample([k for k in ROUTES if k != "compare"], rng.randint(2, 5)):
+        ask = make_ask(world, rng, kind, links, 1)
+        ask.ref = "number"
+        comments.append(comment(world, rng, ask, links))
+        think, (tool, _, skill) = world["think"], ROUTES[kind]
+        form = "ask" if ask.link else "ask_room" if tool else "talk"
+        text = think[form].format(n=ask.link, topic=world["topic"][kind].format(key=ask.key))
+        text += think["plan"].format(tools=h.tool(tool).name) if tool else ""
+        used |= {tool, skill, LOAD_SKILL}
+        answers.append(text + think["skill"].format(skill=h.skill(skill).name) + "。")
+    blocks = {**h.blocks, "request": rng.choice(QUIZ) + "\n{danmaku}"}
+    rare = rng.random() ** 2  # few to choose from, or all: short lists are where it starts to learn
+    tools = [t for t in h.tools if t.id in used or rng.random() > rare]
+    skills = [s for s in h.skills if s.id in used or rng.random() > rare]
+    h = h.copy(system=rng.sample(["skills", "tools"], 2), blocks=blocks, tools=tools, skills=skills)
+    prompt = codec.prompt(assemble(h, "\n".join(comments), {}))
+    return prompt, codec.render(Message("", "\n".join(answers)))
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def test_resume_continues_bit_for_bit_and_the_result_loads(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BASE / name, out)
     argv = ["--config", "tiny", "--out", str(out), "--cache", str(tmp_path / "cache"), "--run", str(tmp_path / "run")]
-    argv += ["--copies", "60", "--instructions", "60", "--dialogues", "8", "--held-out", "4"]
+    argv += ["--copies", "60", "--instructions", "60", "--routings", "20", "--dialogues", "8", "--held-out", "4"]
     make_base.main(argv)
     first = common.load_checkpoint(tmp_path / "run")[2]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -217,10 +217,24 @@ def test_resume_continues_bit_for_bit_and_the_result_loads(tmp_path):
     assert policy.codec.calls == "hermes"
     ids = policy.codec.render(Message("想", "好。"))
     assert policy.model(torch.tensor([ids])).logits.isfinite().all()
-    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*.old"))
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "cache", "run"}
 
 
 def test_no_tokenizer_is_one_clear_line(tmp_path):
     argv = ["--config", "tiny", "--out", str(tmp_path / "none"), "--run", str(tmp_path / "run")]
     with pytest.raises(BadInput, match="make_tokenizer"):
         make_base.main(argv)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_share_is_wanted_of_each_source():
+    with pytest.raises(BadInput, match="--shares: '1,2' is not 4 values"):
+        make_base.main(["--shares", "1,2"])
+
+
+def test_another_number_of_steps_is_another_run(tmp_path):
+    """The learning rate of each step depends on it."""
+    (tmp_path / "run").mkdir()
+    common.write_json(tmp_path / "run" / "config.json", vars(make_base.Config(run=str(tmp_path / "run"))))
+    with pytest.raises(BadInput, match="steps was 4500 and is now 5000"):
+        make_base.main(["--run", str(tmp_path / "run"), "--resume", "--steps", "5000"])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from chat import Codec, Turn
 from common import BadInput
@@ -254,8 +254,9 @@ def test_context_is_checked_before_sampling(policy):
 
 def test_long_rollouts_end_at_the_context(policy):
     got = Engine(policy, slots=4, context=80).run(loops(8, turns=50), list(range(8)))
-    assert all(len(ids) <= 80 + 8 and finishes[-1] == "context" for ids, _, _, finishes in got)
-    assert all(sum(mask) + 1 <= 80 for _, mask, _, _ in got)
+    assert all(finishes[-1] == "context" and set(finishes[:-1]) <= {"stop", "length"} for _, _, _, finishes in got)
+    for ids, mask, _, _ in got:  # full to the last place, by a sample or by a delta (of 8 at most) with no place after
+        assert 80 <= len(ids) < 80 + 8 and not any(mask[80:])
 
 
 def test_padding_rows_of_the_embedding_are_never_sampled(policy):
@@ -276,6 +277,21 @@ def test_nan_ends_a_rollout(policy):
         got = engine.run(loops(4), list(range(4)), greedy=greedy)
         assert [r[3] for r in got] == [["error"]] * 4
         assert engine.stats["nan"] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_does_not_outlive_its_rollout(policy, dtype):
+    """A token whose embedding is NaN spoils the rollout that reads it, not what comes after it in its slot."""
+    shape = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64)
+    model = create(policy.tokenizer, **shape, seed=1, dtype=dtype)
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[(bad := WORDS + 20)] = float("nan")  # a padding row, never sampled
+    spoilt = [1, 2, 3, bad] + [4] * 150  # longer than any other: the NaN would stay behind what they write
+    engine = Engine(model, slots=2)
+    got = engine.run([loop(spoilt, 1, 0), *loops(6), loop(spoilt, 1, 0), *loops(6)], [0, *range(6), 0, *range(6)])
+    want = Engine(model, slots=2).run(loops(6), list(range(6)))
+    assert [r[3] for r in (got[0], got[7])] == [["error"]] * 2 and engine.stats["nan"] == 2
+    assert tokens_of(got[1:7]) == tokens_of(got[8:]) == tokens_of(want)
 
 
 def test_deadline_cuts_a_rollout(policy):
@@ -331,6 +347,12 @@ def test_faults_of_the_program_come_through(policy):
         Engine(policy).run([*loops(2), broken()], [0, 1, 2])
     assert policy.model.training and policy.model.config._attn_implementation == "sdpa"
     policy.model.eval()
+
+
+def test_a_model_without_an_attention_interface_is_refused(policy):
+    model = BloomForCausalLM(BloomConfig(vocab_size=128, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(BadInput, match="there: bloom models take no attention function"):
+        Engine(Policy(model, policy.tokenizer, policy.codec, "there"))
 
 
 def test_settings_out_of_range_are_refused(policy):

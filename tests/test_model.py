@@ -1,7 +1,10 @@
 """Policies on disk, and log-probs against the plain formula over all logits."""
 
+import errno
+import json
+
 import pytest
-import common  # noqa: F401  before torch
+import common
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -71,14 +74,15 @@ def test_logps_and_entropy_equal_the_plain_formula(policy, monkeypatch, temperat
 
 @pytest.mark.parametrize("chunk", [2048, 7])
 def test_gradient_equals_the_plain_formula(policy, monkeypatch, chunk):
+    """Of the log-probs alone: asking for the entropies, which are for the log, changes no gradient."""
     monkeypatch.setattr(module, "HEAD_CHUNK", chunk)
     _, _, (ids, mask) = batch()
     weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
     parameters = list(policy.model.parameters())
     logps, entropy = token_logps(policy.model, ids, mask, 0.8, entropy=True)
     got = torch.autograd.grad((weight * (logps + 0.1 * entropy)).sum(), parameters)
-    want, want_entropy = reference(policy, ids, mask, 0.8)
-    want = torch.autograd.grad((weight * (want + 0.1 * want_entropy)).sum(), parameters)
+    want, _ = reference(policy, ids, mask, 0.8)
+    want = torch.autograd.grad((weight * want).sum(), parameters)
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, atol=1e-4, rtol=1e-4)
 
@@ -187,9 +191,46 @@ def test_the_chat_template_tells_the_call_format(tmp_path, template, calls):
     assert load(tmp_path).codec.calls == calls
 
 
+def test_publish_replaces_what_stands_there_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "model"
+    for seed in (1, 2):
+        small(seed).publish(path)
+        (path / "left over").touch()
+    small(3).publish(path)
+    assert torch.equal(load(path).model.lm_head.weight, small(3).model.lm_head.weight)
+    assert list(tmp_path.iterdir()) == [path] and not (path / "left over").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("bug")])
+def test_a_failed_publish_keeps_the_old_model_and_leaves_nothing(tmp_path, monkeypatch, error):
+    def fail(model, directory):
+        (directory / "model.safetensors").write_text("half")
+        raise error
+
+    policy, path = small(1), tmp_path / "model"
+    policy.publish(path)
+    monkeypatch.setattr(type(policy.model), "save_pretrained", fail)
+    with pytest.raises(BadInput if isinstance(error, OSError) else RuntimeError, match="model: no space left|bug"):
+        small(2).publish(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert torch.equal(load(path).model.lm_head.weight, policy.model.lm_head.weight)
+
+
+BROKEN = {  # what transformers says: a field and a class of its strict dataclasses, a key, an operation, an assertion
+    "config of a wrong type": {"hidden_size": "x"},
+    "config that contradicts itself": {"num_hidden_layers": -3},
+    "unknown activation": {"hidden_act": "zzz"},
+    "no heads": {"num_attention_heads": 0},
+    "no vocabulary": {"vocab_size": 0},
+}
+
+
 def damage(path, how):
     weights = path / "model.safetensors"
-    if how == "no config":
+    if how in BROKEN:
+        config = common.read_json(path / "config.json")
+        (path / "config.json").write_text(json.dumps(config | BROKEN[how]))
+    elif how == "no config":
         (path / "config.json").unlink()
     elif how == "broken config":
         (path / "config.json").write_text("{")
@@ -215,7 +256,7 @@ def damage(path, how):
 
 
 DAMAGES = ("no config", "broken config", "no weights", "cut weights", "empty weights", "a tensor is missing")
-DAMAGES += ("a tensor has another shape", "no tokenizer", "broken tokenizer")
+DAMAGES += ("a tensor has another shape", "no tokenizer", "broken tokenizer", *BROKEN)
 
 
 @pytest.mark.parametrize("how", DAMAGES)
