@@ -405,14 +405,11 @@ class Codec:
         if n is None:
             n = len(ids) if self.opens or self.decode(ids).lstrip().startswith("<think>") else 0
         if calls:
-            n += self._until("<tool_call>", ids[n:]) - 1
+            n += (self._until("<tool_call>", ids[n:]) or 1) - 1  # None: a stop token, which `parse` drops, is inside it
         return [1] * n + [0] * (len(ids) - n)
 
     def _until(self, tag: str, ids: list[int]) -> int | None:
-        """How many ids there are up to and including the first of that tag; None: it is not there."""
-        if (special := self.added.get(tag)) in ids:
-            return ids.index(special) + 1
+        """How many ids spell a text up to the end of the first tag, be it a token or plain text; None: it has none."""
         if tag not in self.decode(ids):
             return None
-        # spelled in plain tokens: the shortest prefix that has it all
         return bisect_left(range(len(ids)), True, key=lambda i: tag in self.decode(ids[: i + 1])) + 1

@@ -121,14 +121,13 @@ def parse(Config: type[T], presets: dict[str, dict], argv: list[str], descriptio
         if name not in presets:
             raise BadInput(f"--config: '{name}' is not one of {names}{closest(name, presets)}")
         values |= presets[name]
-    for f in fields:
-        if f.name in flags:
-            kind, default = kinds[f.name], values[f.name]
-            how = {"type": partial(convert, kind=kind), "metavar": kind_name(kind)}
-            how = {"action": argparse.BooleanOptionalAction} if kind is bool else how
-            text = f"{f.metadata.get('help', '')} ({'required' if default is MISSING else f'default {default}'})"
-            how |= {"required": default is MISSING, "help": text.replace("%", "%%")}
-            parser.add_argument(flags[f.name], default=argparse.SUPPRESS, **how)
+    for f in (f for f in fields if f.name in flags):
+        kind, default = kinds[f.name], values[f.name]
+        how = {"type": partial(convert, kind=kind), "metavar": kind_name(kind)}
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else how
+        text = f"{f.metadata.get('help', '')} ({'required' if default is MISSING else f'default {default}'})"
+        how |= {"required": default is MISSING, "help": text.replace("%", "%%")}
+        parser.add_argument(flags[f.name], default=argparse.SUPPRESS, **how)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
@@ -157,13 +156,10 @@ def convert(text: str, kind: Any) -> Any:
         if outer is tuple and ... not in inner and len(values) != len(inner):
             raise argparse.ArgumentTypeError(f"'{text}' is not {len(inner)} values with commas between")
         return values
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if value != value:  # NaN is a float, and the right value of no option
-        raise argparse.ArgumentTypeError(f"'{text}' is not {kind_name(kind)}")
-    return value
+    with suppress(ValueError):
+        if (value := kind(text)) == value:  # NaN is a float, and the right value of no option
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not {kind_name(kind)}")
 
 
 def kind_name(kind: Any) -> str:
@@ -222,10 +218,9 @@ def read_json(path: str | Path) -> Any:
 def code_version() -> str:
     """Commit of this code, `+dirty` if tracked files differ from it; `unknown` outside a git checkout."""
     git = "git describe --always --abbrev=12 --exclude=* --dirty=+dirty".split()
-    try:
+    with suppress(FileNotFoundError, subprocess.CalledProcessError):
         return subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return "unknown"
+    return "unknown"
 
 
 # ------------------------------------------------------------------------------------------------ processes and signals
@@ -354,10 +349,9 @@ class Run:
                 raise BadInput(f"{self.dir}: {change}; resume with the same options, or start another run")
         remove_torn(self.dir)
         path = self.dir / "metrics.jsonl"
-        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = (row for row in rows if row.endswith("\n"))  # a kill can tear the last one
+        rows = path.read_text().splitlines(keepends=True) if path.exists() else []  # a kill can tear the last one
         done = self.start if checkpoints(self.dir) else -1  # without one all is done again, step 0 too
-        write_text(path, "".join(row for row in whole if json.loads(row)["step"] <= done))
+        write_text(path, "".join(row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= done))
 
     def log(self, step: int, **metrics: Any) -> None:
         """Append a row to metrics.jsonl (NaN and infinity as null) and print `step 7 | loss 0.6931 | reward 0.5`."""

@@ -161,7 +161,7 @@ def _answers(task: Task, ask: Ask, reply: str, fate: str) -> bool:
         return _verdicts(w, about, ask.key) == set(pieces)
     if ask.kind in keywords:
         return [word for word in keywords.values() if word in reply] == pieces  # one more would be a hedge
-    units = {str(values[name]): unit for name, unit in _units(w).items() if name in values}
+    units = {str(values[field]): _units(w).get(field, "") for field in FIELD.findall(w["say"][key])}
     return all(says(about, piece + units.get(piece, "")) for piece in pieces)
 
 
@@ -217,7 +217,7 @@ def _naming(w: World) -> re.Pattern:
     """(link's number, what stands between it and a name in world.say, the rest of the clause)."""
     gaps = {gap for text in w["say"].values() for gap in re.findall(r"\{n\}([^{}]*)\{name\}", text)}
     gaps = "|".join(re.escape(gap) for gap in sorted(gaps, key=len, reverse=True))
-    return re.compile(rf"(?<!\d)(\d{{1,9}})({gaps})([^{CLAUSE}]*)")
+    return re.compile(rf"(?<!\d)(\d{{1,9}})({gaps})(?=([^{CLAUSE}]*))")
 
 
 def _read(made: list[tuple]) -> dict[int | None, list[dict]]:
@@ -283,23 +283,21 @@ def _grounded(task: Task, text: str, scope: set[int], facts: list[dict], excused
 def _misnamed(task: Task, reply: str) -> bool:
     """Whether another name than its own stands where world.say puts a link's name: after its number.
 
-    In the words of a template around it, it is a name, unless a filler; after "N号链接是" too, unless it is a fact.
+    What stands there within a template is a name, or fillers and an attribute's value; so is all after "N号链接是".
     """
     w = task.world
     for number, gap, text in _naming(w).findall(reply):
-        name, tails = task.link(int(number))["name"], []
+        x, tails = task.link(int(number)), []
         for ask in task.asks:
             key, values, _ = wanted(task, ask)
             if int(number) in ask.links and "{name}" in w["say"][key]:
                 tails.append(re.split(f"[{CLAUSE}]", w["say"][key].partition("{name}")[2].format(**values))[0])
-        said = next((text.partition(tail)[0] for tail in tails if tail and tail in text), "")
-        if "{n}" + gap not in w["ref"]["number"]:
-            said = said or text
-            for value in task.link(int(number))["attributes"].values():
-                said = said.replace(value, "")
-        if re.sub(w["filler"], "", said.replace(name, "")) not in name:
+        bare = "{n}" + gap in w["ref"]["number"]
+        said = next((text.partition(tail)[0] for tail in tails if tail and tail in text), "" if bare else text)
+        said = re.sub(w["filler"], "", said.replace(x["name"], ""))
+        if said not in x["name"] and said not in x["attributes"].values():
             return True
-        if any(text.startswith(x["name"]) for x in task.links if x["name"] != name):
+        if any(text.startswith(other["name"]) for other in task.links if other is not x):
             return True
     return False
 
@@ -326,7 +324,8 @@ def _unasked(task: Task, reply: str, read: dict) -> bool:
     for ask in task.asks:
         key, values, _ = wanted(task, ask)
         due += [str(values[field]) for field in FIELD.findall(w["say"][key])]
-        due += [str(task.link(n)[field]) for n in ask.links for field in ("name", "price")[: 1 + (ask.kind == "compare")]]
+        due += [task.link(n)["name"] for n in ask.links]
+        due += [str(task.link(n)["price"]) for n in ask.links if ask.kind == "compare"]
     facts = [(str(x), str(x) + _units(w).get(key, "")) for each in read.values() for d in each for key, x in d.items()]
     return any(says(reply, text) and not any(says(d, value) for d in due) for value, text in facts)
 

@@ -404,6 +404,12 @@ def wanted(task: Task, ask: Ask) -> tuple[str, dict, list[str]]:
 # the oracle teacher
 
 
+def call_of(h: Harness, tool_id: str, arguments: dict) -> Call:
+    tool = h.tool(tool_id)
+    shown = {id: name for name, id in tool.param_ids.items()}
+    return Call(tool.name, {shown[k]: v for k, v in arguments.items()})
+
+
 @dataclass
 class Fact:
     """One call that the oracle owes to an ask, and what came of it."""
@@ -454,14 +460,9 @@ class Oracle:
                 skills, self.skill_loaded = [self.skill], True
         if not self.sent and not skills:
             return self._reply(note)
-        tools = [self._call(f.tool, f.arguments) for f in self.sent]
-        loads = [self._call(LOAD_SKILL, {"skill": s.name}) for s in skills]
+        tools = [call_of(self.h, f.tool, f.arguments) for f in self.sent]
+        loads = [call_of(self.h, LOAD_SKILL, {"skill": s.name}) for s in skills]
         return Message(self._plan(note, tools, skills), "", tools + loads)
-
-    def _call(self, tool_id: str, arguments: dict) -> Call:
-        tool = self.h.tool(tool_id)
-        shown = {id: name for name, id in tool.param_ids.items()}
-        return Call(tool.name, {shown[k]: v for k, v in arguments.items()})
 
     def _read(self, messages: list[dict]) -> str:
         """Takes in the results of the calls just made; returns what reasoning has to say about failures."""

@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
@@ -29,22 +30,21 @@ from chat import Sample, Turn
 from harness import Harness, run
 from sim import World, make_task, teach
 import torch
-from transformers import PreTrainedTokenizerFast
 from infer import Engine
-from model import create, load
+from model import load
 
 
 @dataclass
 class Config:
-    model: str = option(str(ROOT / "data/base-small"), "directory of the policy; fresh weights if it has none")
+    model: str = option(str(ROOT / "data/base-small"), "Hugging Face directory of the policy")
     harness: str = option(str(ROOT / "data/harness"), "harness directory")
     world: str = option(str(ROOT / "data/world/zh.json"), "world file")
     rollouts: int = option(64, "rollouts, all in one batch on both sides", min=1)
     group: int = option(8, "rollouts per task", min=1)
     temperature: float = option(1.0, "of sampling", min=0.01)
     context: int = option(1536, "longest context in tokens", min=2)
-    dtype: str = option("float32", "of weights and activations")
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "where both sides run")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "of weights and activations")
+    device: Literal["cpu", "cuda"] = option("cuda" if torch.cuda.is_available() else "cpu", "where both sides run")
     threads: int = option(0, "threads of PyTorch; 0 = its default", min=0)
     repeats: int = option(3, "times that each side runs", min=1)
     seed: int = option(0, "of the requests and of the sampling")
@@ -54,7 +54,7 @@ def main(argv):
     cfg = parse(Config, {}, argv, __doc__)
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    policy = policy_of(cfg)
+    policy = load(cfg.model, cfg.device, getattr(torch, cfg.dtype))
     harness, world = Harness.load(cfg.harness), World.load(cfg.world)
     tasks = [make_task(world, seed_of(cfg.seed, i // cfg.group)) for i in range(cfg.rollouts)]
     seeds = [seed_of(cfg.seed, "rollout", i) for i in range(cfg.rollouts)]
@@ -92,15 +92,6 @@ def main(argv):
     figures = {"ratio": ratio, "loop_ms_per_turn": statistics.median(loop_ms)}
     figures |= {"tokens_per_s": statistics.median(ours), "generate_tokens_per_s": statistics.median(theirs)}
     print(json.dumps({"bench": "rollout"} | {name: round(x, 3) for name, x in figures.items()}))
-
-
-def policy_of(cfg):
-    """The policy of the directory; one of the same kind without training where that holds a tokenizer only."""
-    dtype = getattr(torch, cfg.dtype)
-    if (Path(cfg.model) / "config.json").exists() or not (Path(cfg.model) / "tokenizer.json").exists():
-        return load(cfg.model, cfg.device, dtype)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(cfg.model)
-    return create(tokenizer, hidden=160, ffn=448, device=cfg.device, dtype=dtype)
 
 
 def script(harness, task, codec, seed):

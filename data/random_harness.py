@@ -24,7 +24,7 @@ from common import seed_of  # noqa: E402
 from data.names import HAN  # noqa: E402
 from harness import LOAD_SKILL, Harness, assemble  # noqa: E402
 from parts import Skill, Tool  # noqa: E402
-from sim import ROUTES, Faults, World, comment, make_ask, make_task, teach  # noqa: E402
+from sim import ROUTES, Faults, World, call_of, comment, make_ask, make_task, teach  # noqa: E402
 
 FAULTS = Faults(0.06, 0.05, 0.05)
 SLIP = 0.06
@@ -288,11 +288,18 @@ def _original() -> Harness:
     return Harness.load(ROOT / "data" / "harness")
 
 
+@cache
+def _characters() -> str:
+    """Every Han character of the world file and of these pools: what may have to be said must have been said."""
+    text = HAN + CHARACTERS + (ROOT / "data" / "world" / "zh.json").read_text(encoding="utf-8")
+    return "".join(sorted({c for c in text if "\u4e00" <= c <= "\u9fff"}))
+
+
 def random_words(world: World, rng: random.Random) -> World:
     """The same world with random words for names, values, topics, cities and promotions: they can only be copied."""
 
     def words(n, low, high):
-        return {world.split: ["".join(rng.choices(HAN, k=rng.randint(low, high))) for _ in range(n)]}
+        return {world.split: ["".join(rng.choices(_characters(), k=rng.randint(low, high))) for _ in range(n)]}
 
     data = {
         **world.data,
@@ -334,8 +341,8 @@ def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], l
     rng = random.Random(seed_of("routing", seed))
     h, world = random_harness(_original(), rng), random_words(_world(split), rng)
     links = world.links(rng)
-    comments, answers, used = [], [], set()
-    for kind in rng.sample([k for k in ROUTES if k != "compare"], rng.randint(2, 5)):
+    comments, answers, used = [], [], {LOAD_SKILL}
+    for kind in rng.sample([k for k in ROUTES if k != "compare"], rng.choice([1, 1, 1, 2, 3, 4])):
         ask = make_ask(world, rng, kind, links, 1)
         ask.ref = "number"
         comments.append(comment(world, rng, ask, links))
@@ -343,15 +350,20 @@ def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], l
         form = "ask" if ask.link else "ask_room" if tool else "talk"
         text = think[form].format(n=ask.link, topic=world["topic"][kind].format(key=ask.key))
         text += think["plan"].format(tools=h.tool(tool).name) if tool else ""
-        used |= {tool, skill, LOAD_SKILL}
         answers.append(text + think["skill"].format(skill=h.skill(skill).name) + "。")
-    blocks = {**h.blocks, "request": rng.choice(QUIZ) + "\n{danmaku}"}
+        used |= {tool, skill}
+    said = Message("", "\n".join(answers))
+    if len(answers) == 1:  # alone it is the first message of a dialogue, calls and all
+        wanted = [*ask.calls(tool), (LOAD_SKILL, {"skill": h.skill(skill).name})]
+        said = Message(answers[0], "", [call_of(h, *call) for call in wanted])
+    request = h.blocks["request"] if len(answers) == 1 else rng.choice(QUIZ) + "\n{danmaku}"
+    blocks = {**h.blocks, "request": request}
     rare = rng.random() ** 2  # few to choose from, or all: short lists are where it starts to learn
     tools = [t for t in h.tools if t.id in used or rng.random() > rare]
     skills = [s for s in h.skills if s.id in used or rng.random() > rare]
     h = h.copy(system=rng.sample(["skills", "tools"], 2), blocks=blocks, tools=tools, skills=skills)
     prompt = codec.prompt(assemble(h, "\n".join(comments), {}))
-    return prompt, codec.render(Message("", "\n".join(answers)))
+    return prompt, codec.render(said)
 
 
 if __name__ == "__main__":

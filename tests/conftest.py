@@ -18,6 +18,18 @@ hypothesis.settings.register_profile("hat", deadline=None, derandomize=True, dat
 hypothesis.settings.load_profile("hat")
 
 
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    """A new policy of two layers under the shipped tokenizer: small, and the same whatever the shipped weights are."""
+    from transformers import PreTrainedTokenizerFast
+
+    from model import create
+
+    path = tmp_path_factory.mktemp("policy") / "model"
+    create(PreTrainedTokenizerFast.from_pretrained(ROOT / "data" / "base-small"), layers=2).publish(path)
+    return path
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """Golden files too large or not ours to ship; a test that needs them is skipped where they are not."""

@@ -134,7 +134,7 @@ def test_mask_is_what_was_sampled_with_its_end_of_turn(codec):
             assert where == list(range(where[0], where[0] + len(ids)))
             assert segment == (TOOL if codec.parse(ids).calls else REPLY)
             thought = codec.decode([t.ids[i] for i in where if t.think[i]])
-            assert thought.endswith("</think>") and thought.count("</think>") == 1
+            assert thought.rstrip("\n").endswith("</think>") and thought.count("</think>") == 1
 
 
 def test_end_of_text_may_also_end_a_turn():
@@ -266,6 +266,26 @@ def test_think_mask_and_parser_agree_when_the_tag_is_spelled(codec):
     ids = codec.encode(("" if codec.opens else "<think>\n") + "想</think>好的")
     assert codec.parse(ids).content == "好的"
     assert codec.decode([i for i, k in zip(ids, codec.think_mask(ids), strict=True) if not k]) == "好的"
+
+
+@BOTH
+def test_the_first_end_of_reasoning_counts_however_it_is_written(codec):
+    """A spelled </think> before the special one: the parser stops there, and so does the mask."""
+    ids = codec.encode("<think>\n想</think>好" if not codec.opens else "想</think>好")
+    ids += [codec.added["</think>"], *codec.encode("的")]
+    assert codec.parse(ids).content == "好</think>的"
+    assert codec.decode(ids[sum(codec.think_mask(ids)) :]) == "好</think>的"
+
+
+@ALL
+def test_with_calls_all_before_the_first_is_thought(codec):
+    """Text beside a call is discarded, so it is reasoning too; a call spelled in the reasoning is none."""
+    for reasoning in ("想", "写 <tool_call> 来查"):
+        ids = codec.render(Message(reasoning, "再想想", [Call("get", {}), Call("get", {})]))
+        n = sum(codec.think_mask(ids, calls=True))
+        assert codec.decode(ids[:n]).split("</think>")[1].removesuffix("<tool_call").strip() == "再想想"
+        assert codec.decode(ids[n:]).count("</tool_call>") == 2
+        assert n > sum(codec.think_mask(ids))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,15 @@ def act(task, reply, calls=(), skills=("item_qa",), room=None, hooks=False):
         (Ask("price", 3), [on(3)], "儿童牙刷X2现在120元哈～"),
         (Ask("attr", 1, "颜色"), [on(1)], "1号是白色哈"),
         (Ask("stock", 1), [on(1, STOCK)], "还有50件哈"),
+        (Ask("price", 1), [on(1)], "1号面膜现在89块钱哈"),
+        (Ask("price", 1), [on(1)], "1号链接现在券后¥89哈"),
+        (Ask("price", 1), [on(1, COUPON)], "1号链接是清爽面膜，现在券后价89元哈。"),
+        (Ask("attr", 1, "颜色"), [on(1)], "1号链接是白色的哈"),
+        (Ask("stock", 1), [on(1, STOCK)], "1号现在还有50件，有现货哈"),
+        (Ask("stock", 1), [on(1, STOCK)], "1号这款清爽面膜还有50件哈"),
         (Ask("stock", 2), [on(2, STOCK)], "2号卖完了哈"),
+        (Ask("stock", 2), [on(2, STOCK)], "2号没货了哈"),
+        (Ask("faq", 1, "孕妇"), [on(1, FAQ, topic="孕妇")], "1号孕妇能用哈"),
         (Ask("faq", 1, "孕妇"), [on(1, FAQ, topic="孕妇")], "1号孕妇可以用哈"),
         (Ask("faq", 2, "孕妇"), [on(2, FAQ, topic="孕妇")], "2号孕妇不可以哈"),
         (Ask("compare", 1, other=2), [on(1), on(2)], "2号更便宜，券后价35元哈。"),
@@ -93,6 +101,22 @@ def accuracy(*args, **more):
         ("1号现在89元，暂时查不到哈", "hedged"),
         ("1号暂时查不到哈", "cannot check when it could be checked"),
         ("1号现在89元，SPF30哈", "a Latin word of nowhere"),
+        ("1号链接是空气炸锅，现在券后价89元哈。", "a product of the other split"),
+        ("1号链接是吹风机，现在券后价89元哈。", "a product of no pool"),
+        ("1号链接是清双面膜，现在券后价89元哈。", "a miscopied name"),
+        ("1号链接是白色面膜，现在券后价89元哈。", "a value in place of half the name"),
+        ("1号是雨伞，现在89元哈", "half of another link's name"),
+        ("1号现在89元，保湿哈", "half of a name that no link has"),
+        ("1号现在89元，敏感肌可以用哈", "a topic that was not read"),
+        ("1号现在89元，送礼也行哈", "a topic of no link"),
+        ("1号现在八十九元哈", "a number in words, which nobody can check"),
+        ("1号现在89元，拍两件打八折哈", "an offer in words"),
+        ("一号现在89元哈", "a link in words"),
+        ("1号现在89元，打1折哈", "a link's number as another number"),
+        ("1号现在89元，有现货哈", "stock that was not read"),
+        ("1号现在89元，全场包邮，明天到货哈", "hearsay"),
+        ("1号现在89元，没货了哈", "sold out in other words"),
+        ("1号现在89元，没有优惠券哈", "no coupon in other words"),
         ("1号现在89元，" + "9" * 5000 + "号哈", "a number longer than Python will read"),
         ("哈", "nothing"),
     ],
@@ -164,6 +188,12 @@ def test_one_of_two_asks_is_half():
         ((Ask("faq", 2, "孕妇"),), [on(2, FAQ, topic="孕妇")], "2号孕妇可以哈"),
         ((Ask("faq", 1, "孕妇"),), [on(1, FAQ, topic="孕妇")], "1号孕妇可以，也不可以哈"),
         ((Ask("price", 1), Ask("faq", 2, "孕妇")), [on(1), on(2, FAQ, topic="孕妇")], "1号现在89元，2号孕妇可以哈"),
+        ((Ask("compare", 1, other=2),), [on(1), on(2)], "1号35元，2号89元，2号更便宜哈"),
+        ((Ask("stock", 1),), [on(1, STOCK)], "1号清双面膜还有50件哈"),
+        ((Ask("stock", 3),), [on(3, STOCK)], "3号儿童牙刷还有61件，3号儿重牙刷X2还有61件哈"),
+        ((Ask("faq", 1, "孕妇"),), [on(1, FAQ, topic="孕妇")], "1号轻爽面膜孕妇可以哈"),
+        ((Ask("attr", 1, "颜色"),), [on(1)], "1号面霜的颜色是白色哈"),
+        ((Ask("faq", 1, "孕妇"), Ask("price", 3)), [on(1, FAQ, topic="孕妇"), on(3)], "3号孕妇可以，120元哈"),
         ((Ask("stock", 1),), [on(1, STOCK)], "1号卖完了，还有50件哈"),
         ((Ask("coupon", 2),), [on(2, COUPON)], "2号有0元券哦"),
     ],
@@ -184,7 +214,10 @@ def test_facts_said_of_the_wrong_thing(asks, calls, reply):
         ([on(1), on(1, STOCK)], 1 / 2),
         ([on(1), ("no_such_tool", {})], 1 / 2),
         ([on(1), on("one")], 1 / 2),
-        ([on(1, COUPON)], 1 / 2),
+        ([on(1, COUPON)], 1.0),
+        ([on(1, COUPON), on(1)], 1 / 2),
+        ([on(1, COUPON), on(1, COUPON)], 1 / 2),
+        ([on(2, COUPON)], 0.0),
         ([on(1), (LOAD_SKILL, {"skill": "no_such_skill"})], 1 / 2),
         ([on(1), (LOAD_SKILL, {"skill": "item_qa"})], 1 / 2),
     ],
@@ -210,6 +243,59 @@ def test_tool_rationality(calls, tool):
 def test_skill_selection(asks, skills, want):
     """Wrong, missing, too many, and a missing strategy."""
     assert act(make(*asks), "1号现在89元哈", [on(1)], skills)["skill"] == want
+
+
+def two_attributes():
+    """PRICE's first link with a second attribute, whose value begins with a number."""
+    links = [LINKS[0] | {"attributes": {"颜色": "白色", "容量": "50毫升"}}, *LINKS[1:]]
+    return replace(make(Ask("attr", 1, "颜色")), links=links)
+
+
+def test_a_value_is_said_of_its_own_attribute():
+    task = two_attributes()
+    assert act(task, "1号清爽面膜的颜色是白色哈。", [on(1)]) == ONE
+    assert accuracy(task, "1号清爽面膜的颜色是白色，容量是白色哈。", [on(1)]) == 0.0
+    assert accuracy(task, "1号清爽面膜的颜色是白色，颜色是50毫升哈。", [on(1)]) == 0.0
+
+
+def test_a_number_is_said_in_its_own_unit():
+    """50毫升 was read, 50元 was not."""
+    task = replace(two_attributes(), asks=[Ask("price", 1)])
+    assert act(task, "1号现在89元哈", [on(1)]) == ONE
+    assert accuracy(task, "1号现在89元，其实只要50元哈", [on(1)]) == 0.0
+    assert accuracy(task, "1号现在89元，还有50件哈", [on(1)]) == 0.0
+
+
+def test_reading_out_the_whole_result_is_half():
+    """True and read, but not asked: a viewer has to find the answer in it."""
+    task = two_attributes()
+    assert act(task, "1号清爽面膜白色50毫升，89元哈", [on(1)]) == ONE | {"effectiveness": 0.5}
+    assert act(PRICE, "1号领券前109元，券后价89元哈", [on(1, COUPON)]) == ONE | {"effectiveness": 0.5}
+    both = replace(task, asks=[Ask("attr", 1, "颜色"), Ask("attr", 1, "容量"), Ask("price", 1)])
+    assert act(both, "1号清爽面膜白色50毫升，89元哈", [on(1)], ("multi_intent", "item_qa"))["effectiveness"] == 1.0
+
+
+def must_say(id, words):
+    """The harness with another must-say in one skill."""
+    new = [replace(s, rules=s.rules | {"must_say": words}, body=s.body + "{must_say}") for s in H.skills if s.id == id]
+    return H.copy(skills=[*(s for s in H.skills if s.id != id), *new])
+
+
+def test_what_the_skill_orders_is_no_claim():
+    """A must-say with a number or a promise in it is the operator's word, and answers nothing by itself."""
+    task, h = make(Ask("return", 1, "退货")), must_say("after_sale", "包邮30天无忧").copy(hooks=[])
+    t = teach(h, task, HERMES, 0)
+    assert "包邮30天" in t.reply and score(h, task, t) == ONE
+    assert score(h, task, replace(t, reply="1号包邮，包邮30天无忧哈"))["accuracy"] == 0.0
+    assert score(h, task, replace(t, reply="1号，包邮30天无忧哈"))["accuracy"] == 0.0
+
+
+@pytest.mark.parametrize("topic", ["退货", "退款", "退", "退换货"])
+def test_a_topic_is_for_the_reward_what_it_is_for_the_server(topic):
+    task = make(Ask("return", 1, "退货"))
+    call = on(1, FAQ, topic=topic)
+    assert act(task, "1号7天内可以退，找客服哈", [call], ("after_sale",)) == ONE
+    assert act(task, "1号7天内可以退，找客服哈", [call, on(1, FAQ, topic="退货")], ("after_sale",))["tool"] == 1 / 2
 
 
 def test_no_tool_where_none_is_needed_is_right():
@@ -349,6 +435,14 @@ def test_small_talk_for_every_occasion():
     """All keywords at once, to be right whatever the viewer said."""
     for kind in ("greet", "praise", "bye"):
         assert accuracy(make(Ask(kind)), "宝宝，欢迎，谢谢，再见呀", (), ("small_talk",)) == 0.0
+        assert accuracy(make(Ask(kind)), "宝宝，欢迎，谢谢呀", (), ("small_talk",)) == 0.0
+    assert act(make(Ask("greet")), "宝宝，欢迎呀", (), ("small_talk",)) == ONE
+    h = must_say("small_talk", "欢迎下单")
+    for kind in ("greet", "praise", "bye"):  # the skill's own words are neither a hedge nor an answer
+        task = make(Ask(kind))
+        t = teach(h, task, HERMES, 0)
+        assert score(h, task, t) == ONE
+        assert score(h, task, replace(t, reply="宝宝，欢迎下单呀"))["accuracy"] == 0.0
 
 
 def test_every_colour_at_once():
@@ -429,6 +523,8 @@ def test_parts_are_about_the_link_named_last():
 def test_values_do_not_hide_in_names_or_phrases():
     """The words that must be read are in no product name, template or rule: none is flagged by chance."""
     w = TRAIN
-    texts = [p + n for split in ("train", "test") for p in w["prefix"][split] for n in w["noun"][split]]
-    texts += [str(v) for s in H.skills for v in s.rules.values()] + [*w["say"].values(), *w["faq_answer"].values()]
+    product = {word for key in ("prefix", "noun") for split in ("train", "test") for word in w[key][split]}
+    names = [p + n for split in ("train", "test") for p in w["prefix"][split] for n in w["noun"][split]]
+    assert not [(value, text) for value in w.values - product for text in names if value in text]
+    texts = [str(v) for s in H.skills for v in s.rules.values()] + [*w["say"].values(), *w["faq_answer"].values()]
     assert not [(value, text) for value in w.values for text in texts if value in text]

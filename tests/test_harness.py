@@ -18,7 +18,7 @@ from checks import EVENTS, MARKUP, Deny, Hook, Rewrite
 from common import BadInput, seed_of
 from data.random_harness import random_harness
 from facts import score
-from harness import Harness, assemble, run
+from harness import Harness, assemble, main, run
 from parts import Limits, Skill, Tool, load_skill, load_tool
 from sim import World, make_task, teach
 from test_chat import HERMES, XML
@@ -276,8 +276,11 @@ SKILLS = {  # FAULTS 54: what stands in skills/item_qa/SKILL.md -> words of the 
     "absolute": (GOOD.replace("item_qa", "/etc/passwd"), ["name"]),
     "metadata list": (GOOD.replace("kind: reply", "- a"), ["metadata"]),
     "kind": (GOOD.replace("kind: reply", "kind: other"), ["kind", "reply or strategy"]),
-    "hidden rule": (GOOD.replace("kind: reply", "kind: reply\n  closing: 哈"), ["closing", "{closing}"]),
-    "double id": (GOOD.replace("kind: reply", "id: compare"), ["two skills", "compare"]),
+    "hidden rule": (GOOD.replace("kind: reply", "kind: reply\n  closing: 哈"), ["SKILL.md", "closing", "{closing}"]),
+    "double id": (
+        GOOD.replace("kind: reply", "id: compare"),
+        ["skills/item_qa/SKILL.md", "two skills", "compare", "skills/compare/SKILL.md"],
+    ),
 }
 
 
@@ -300,7 +303,7 @@ def test_skill_that_is_not_utf8_or_not_there(folder):
     path.write_bytes(GOOD.encode("gbk"))
     refused(folder, "SKILL.md", "UTF-8")
     path.unlink()
-    refused(folder, "item_qa", "No such file")
+    refused(folder, "item_qa", "no such file")
 
 
 @pytest.mark.parametrize("name", ["..", "../up", "/etc", "a/b", "a\\b", ".hidden", "", "a..b", 5, None])
@@ -313,26 +316,33 @@ def test_names_that_leave_the_folder_are_refused(folder, shipped, name):
 
 
 HARNESS_FILES = {  # (file, change) -> words: FAULTS 56, refused at load and not at run
-    "two tools": ("tools", lambda d: d.append(d[0]), ["two tools", INFO]),
+    "two tools": ("tools", lambda d: d.append(d[0]), ["tools.json[7]", "two tools", INFO]),
     "tool list": ("tools", lambda d: d.append(3), ["tools.json[7]", "name"]),
     "tool without a name": ("tools", lambda d: d[1]["function"].pop("name"), ["tools.json[1]", "name"]),
-    "tool name": ("tools", lambda d: d[1]["function"].update(name="a b"), ["a b"]),
+    "tool name": ("tools", lambda d: d[1]["function"].update(name="a b"), ["tools.json[1]", "a b"]),
     "tool schema": ("tools", lambda d: d[1]["function"]["parameters"].update(type=3), ["tools.json[1]", "schema"]),
     "one x-id twice": (
         "tools",
         lambda d: [p.update({"x-id": "n"}) for p in d[4]["function"]["parameters"]["properties"].values()],
-        ["x-id"],
+        ["tools.json[4]", "x-id"],
     ),
-    "unknown check": ("hooks", lambda d: d[0].update(check="no_such"), ["no_such", "built in"]),
+    "load_skill without a skill": (
+        "tools",
+        lambda d: d[6]["function"].update(parameters={"properties": {"name": {}}}),
+        ["tools.json[6]", "skill"],
+    ),
+    "unknown check": ("hooks", lambda d: d[0].update(check="no_such"), ["hooks.json[0]", "no_such", "built in"]),
     "no such module": ("hooks", lambda d: d[0].update(check="no.such:f"), ["no.such:f", "imported"]),
     "no such function": ("hooks", lambda d: d[0].update(check="json:no_such"), ["json:no_such"]),
-    "check params": ("hooks", lambda d: d[0].update(params={"x": 1}), ["not_empty", "params"]),
+    "check params": ("hooks", lambda d: d[0].update(params={"x": 1}), ["hooks.json[0]", "not_empty", "params"]),
     "params list": ("hooks", lambda d: d[0].update(params=[1]), ["params"]),
     "unknown event": ("hooks", lambda d: d[0].update(event="output"), ["output", "tool_result"]),
     "unknown key": ("hooks", lambda d: d[0].update(when="x"), ["hooks.json[0]"]),
     "hook text": ("hooks", lambda d: d.append("x"), ["hooks.json[11]"]),
-    "matcher": ("hooks", lambda d: d[0].update(matcher="("), ["matcher", "regular expression"]),
-    "turns": ("harness", lambda d: d["limits"].update(max_turns=0), ["max_turns", "1"]),
+    "matcher": ("hooks", lambda d: d[0].update(matcher="("), ["hooks.json[0]", "matcher", "regular expression"]),
+    "no load_skill": ("tools", lambda d: d.pop(6), ["hooks.json[7]", "load_skill"]),
+    "no such kind": ("hooks", lambda d: d[7].update(params={"kind": "replies"}), ["hooks.json[7]", "kind"]),
+    "turns": ("harness", lambda d: d["limits"].update(max_turns=0), ["harness.json", "max_turns", "1"]),
     "half a turn": ("harness", lambda d: d["limits"].update(max_turns=1.5), ["max_turns", "int"]),
     "retries": ("harness", lambda d: d["limits"].update(max_retries=-1), ["max_retries", "0"]),
     "chars": ("harness", lambda d: d["limits"].update(max_reply_chars="60"), ["max_reply_chars"]),
@@ -410,7 +420,7 @@ def test_tools_of_others_load(shared_data, shipped):
     for name in ("tau_retail", "mcp_cn_commerce"):
         data = json.loads((shared_data / "tools" / f"{name}.json").read_text(encoding="utf-8"))
         tools = {t.name: t for t in map(load_tool, data)}
-        shipped.copy(tools=list(tools.values()))
+        shipped.copy(tools=list(tools.values()), hooks=[])
         for each in data:
             t = load_tool(each)
             assert t.schema()["function"] == {k: each["function"][k] for k in ("name", "description", "parameters")}
@@ -606,6 +616,66 @@ def test_wrong_calls_are_tool_errors(shipped, call, word):
     assert not room.calls and t.stop_reason == "reply"
 
 
+@pytest.mark.parametrize(
+    "reply, denied",
+    [
+        ("3号89元哈", None),
+        ("3号防晒霜SPF50哈", None),
+        ("3号iPhone哈", None),
+        ("3号999元哈", "999"),
+        ("3号35元哈", "35"),
+        ("3号20人在看哈", "20"),
+        ("3号打3折哈", "3"),
+        ("13号89元哈", "13"),
+        ("4号89元哈", "4"),
+        ("3号Android哈", "Android"),
+    ],
+)
+def test_only_tools_and_names_ground_a_number(shipped, reply, denied):
+    """What a viewer says, said or is counted as grounds none; a link's number stands for the link alone."""
+    room = HandRoom({INFO: '{"price": 89}'}, history=[{"role": "主播", "text": "3号35元"}])
+    h = shipped.copy(hooks=[Hook("reply", "fact_risk", message="{detail}")])
+    script = [Message("", "", [Call(INFO, {"link_id": 3})]), Message("", reply), Message("", "好")]
+    t, _ = drive(h, script, room, "iPhone 999元？")
+    assert [e["message"] for e in events(t, "hook")] == ([denied] if denied else [])
+    assert t.reply == ("好" if denied else reply)
+
+
+def test_links_may_be_named_otherwise(shipped):
+    h = shipped.copy(hooks=[Hook("reply", "fact_risk", params={"ref": "No.{n}"}, message="{detail}")])
+    assert drive(h, [Message("", "No.3很好")])[0].reply == "No.3很好"
+    assert drive(h, [Message("", "No.30很好")])[0].stop_reason == "fallback"
+
+
+def test_a_skill_is_named_by_the_argument_of_that_id(shipped):
+    """Whatever it is called, and whatever stands before it."""
+    properties = {"why": {"type": "string"}, "which": {"type": "string"}}
+    tools = [Tool(SKILL, "open", "", {"properties": properties}, {"which": "skill"})]
+    said = Message("", "", [Call("open", {"why": "item_qa", "which": "small_talk"})])
+    t, _ = drive(shipped.copy(tools=tools), [said, Sample([], [], "error")])
+    assert [e["skill"] for e in events(t, "skill")] == ["small_talk"]
+
+
+def test_thinking_aloud_before_a_call_is_thinking(shipped):
+    """What is said beside a call is heard by nobody: it must not be a place where reasoning costs nothing."""
+    for codec in (HERMES, XML):
+        call = Call("get_coupon", {"link_id": 3})
+        lengths = []
+        for said in (Message("想想", "", [call]), Message("想想", "想想" * 40, [call])):
+            ids = codec.render(said)
+            t, _ = drive(shipped, [said, Sample([], [], "error")], codec=codec)
+            thought = [i for i, k in zip(t.ids, t.think, strict=True) if k]
+            assert thought == ids[: len(thought)] and codec.decode(ids[len(thought) :]).startswith("<tool_call>")
+            lengths.append(len(thought))
+        assert lengths[1] >= lengths[0] + 40
+
+
+def test_signals_are_shown_for_people(shipped):
+    h = shipped.copy(blocks=shipped.blocks | {"room": "{signals}"}, formats={"signal": "{name} = {value}"})
+    system, _ = assemble(h, "好", {"signals": {"online": 20, "likes": 3}})
+    assert system["content"].endswith("\n\nonline = 20\nlikes = 3")
+
+
 def test_a_call_may_be_made_twice_and_no_more(shipped):
     call = Message("", "", [Call("get_coupon", {"link_id": 3})])
     other = Message("", "", [Call("get_coupon", {"link_id": 4})])
@@ -616,7 +686,8 @@ def test_a_call_may_be_made_twice_and_no_more(shipped):
 def test_a_schema_reaches_for_nothing_outside(shipped):
     """A $ref to somewhere else is an error in the trace, not a download."""
     tool = Tool("t", "t", "", {"type": "object", "properties": {"x": {"$ref": "http://localhost:1/x.json"}}})
-    t, _ = drive(shipped.copy(tools=[tool]), [Message("", "", [Call("t", {"x": 1})])])
+    h = shipped.copy(tools=[tool], hooks=[x for x in shipped.hooks if x.check != "skill_loaded"])
+    t, _ = drive(h, [Message("", "", [Call("t", {"x": 1})])])
     assert "Unresolvable" in events(t, "hook_error")[0]["error"] and t.stop_reason == "fallback"
 
 
@@ -742,7 +813,11 @@ def test_parameters_are_renamed_for_the_tool(shipped):
         shipped.tools[0], parameters={"properties": {"no": {"type": "integer"}}}, param_ids={"no": "link_id"}
     )
     room = HandRoom()
-    drive(shipped.copy(tools=[tool]), [Message("", "", [Call(INFO, {"no": "3"})]), Sample([], [], "error")], room)
+    drive(
+        shipped.copy(tools=[tool], hooks=[]),
+        [Message("", "", [Call(INFO, {"no": "3"})]), Sample([], [], "error")],
+        room,
+    )
     assert room.calls == [(INFO, {"link_id": 3})]
 
 
@@ -775,10 +850,13 @@ def test_turns_are_bounded(shipped):
 
 
 def test_hundreds_of_malformed_calls_are_one_state(shipped):
-    """FAULTS 5, 26: each is an error with its id; together they use up the budget."""
-    t, _ = drive(shipped, [HERMES.encode("<tool_call>{</tool_call>" * 300) + HERMES.stop_ids[:1]])
-    assert t.stop_reason == "fallback"
+    """FAULTS 5, 26: each is an error with its id; together they cost one retry, for none was read before the others."""
+    bad = HERMES.encode("<tool_call>{</tool_call>" * 300) + HERMES.stop_ids[:1]
+    t, _ = drive(shipped, [bad, load("small_talk"), Message("", "宝宝，欢迎呀")])
+    assert t.stop_reason == "reply" and events(t, "reply")[0]["retries"] == 1
     assert [e["call_id"] for e in events(t, "tool_error")] == [f"0.call_{i}" for i in range(300)]
+    t, turns = drive(shipped, [bad])
+    assert t.stop_reason == "fallback" and len(turns) == shipped.limits.max_retries + 1
 
 
 def test_rollouts_share_nothing(shipped):
@@ -820,3 +898,36 @@ def test_yaml_front_matter_of_a_saved_skill_is_plain(shipped, tmp_path):
 
 def test_a_deny_needs_no_detail():
     assert Deny().detail == "" and Rewrite("x").value == "x"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# commands
+
+
+def test_trace_shows_the_worst_first_and_names_a_torn_line(shipped, tmp_path, capsys):
+    t = teach(shipped, make_task(WORLD, 0), HERMES, 0)
+    path = tmp_path / "t.jsonl"
+    rows = [json.dumps(replace(t, seed=i, rewards={"tool": r}).to_dict()) for i, r in enumerate((1.0, None, 0.5))]
+    path.write_text("\n".join([*rows, ""]), encoding="utf-8")
+    main(["trace", str(path), "--count", "2"])
+    out = capsys.readouterr().out
+    assert out.index("== seed 1 ") < out.index("== seed 2 ") and "== seed 0 " not in out
+    for bad in (rows[0][:50], "[]", "3", '{"when": 1}', '{"ids": [1]}'):
+        path.write_text("\n".join([rows[0], bad]), encoding="utf-8")
+        with pytest.raises(BadInput, match=r"t\.jsonl:2: not a stored rollout"):
+            main(["trace", str(path)])
+
+
+@pytest.mark.parametrize("argv", [[], ["shw"], ["trace"], ["trace", "--count"], ["show", "--no-such"], ["--seed", "3"]])
+def test_wrong_commands_are_one_line(argv):
+    with pytest.raises(BadInput):
+        main(argv)
+
+
+def test_help_and_show(capsys):
+    for word in ("-h", "--help"):
+        with pytest.raises(SystemExit) as end:
+            main([word])
+        assert end.value.code == 0 and "--greedy" in capsys.readouterr().out
+    main(["show", "--harness", str(SHIPPED), "--world", str(ROOT / "data" / "world" / "zh.json")])
+    assert "[system]" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +23,8 @@ import pytest
 import torch
 
 import rl
+from chat import Sample, Turn
+from sim import teach
 
 SEEDED = (
     "score",
@@ -58,18 +61,14 @@ def child(argv):
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    """Flags of a tiny run: the shipped tokenizer, a new two-layer policy, a harness that lets it babble 12 tokens."""
+def flags(model_dir, tmp_path_factory):
+    """Flags of a tiny run: a new two-layer policy, a harness that lets it babble 12 tokens."""
     place = tmp_path_factory.mktemp("rl")
     shutil.copytree(ROOT / "data" / "harness", place / "harness")
     settings = common.read_json(place / "harness" / "harness.json")
     settings["limits"]["max_state_tokens"] = 12
     common.write_json(place / "harness" / "harness.json", settings)
-    where = {
-        "model": ROOT / "data" / "base-small",
-        "harness": place / "harness",
-        "world": ROOT / "data" / "world" / "zh.json",
-    }
+    where = {"model": model_dir, "harness": place / "harness", "world": ROOT / "data" / "world" / "zh.json"}
     return ["--config", "tiny", "--device", "cpu", *(word for k, v in where.items() for word in (f"--{k}", str(v)))]
 
 
@@ -111,12 +110,15 @@ def test_first_ratio_is_one(whole):
 
 
 @pytest.fixture
-def policy(flags):
-    return rl.read_policy(rl.parse(rl.Config, rl.PRESETS, flags), "cpu")
+def policy(model_dir):
+    return rl.load(model_dir)
 
 
-def gradient(policy, advantages, micro, kl=0.0):
-    """Log and gradient of one optimizer step on babble of five lengths: SGD of rate 1 moves by -gradient."""
+ADVANTAGES = torch.tensor([[1, -1], [0.5, 2], [0, 0], [-1, 0], [0, 1]], dtype=torch.float64)
+
+
+def gradient(policy, advantages=ADVANTAGES, minibatch=(0,) * 5, reference=None, **options):
+    """Log of an update on babble of five lengths, and its gradients summed over the minibatches; no weight moves."""
     trajectories = []
     for i, n in enumerate((3, 140, 40, 7, 9)):
         ids = [(17 * i + 5 * j) % 250 for j in range(n + 4)]
@@ -124,43 +126,66 @@ def gradient(policy, advantages, micro, kl=0.0):
         segment = [0] * 4 + [rl.TOOL] * half + [rl.REPLY] * (n - half)
         logps, state = [-7.8 * m for m in mask], [-1] * 4 + [0] * half + [1] * (n - half)
         trajectories.append(rl.Trajectory(ids, mask, logps, segment, [0] * len(ids), state))
-    cfg = rl.Config(minibatches=1, micro=micro, grad_clip=1e9, clip_tool=(0.9, 9), clip_reply=(0.9, 9), kl=kl)
-    model = policy.model
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    log = rl.update(policy, policy if kl else None, optimizer, trajectories, advantages, [0] * 5, cfg, common.ALONE)
-    moved = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
-    for b, p in zip(before, model.parameters(), strict=True):
-        p.data.copy_(b)
-    return log, moved
+    options = dict(minibatches=1, micro=5, grad_clip=0, clip_tool=(0.9, 9), clip_reply=(0.9, 9)) | options
+    optimizer = torch.optim.SGD(policy.model.parameters(), 0.0)
+    optimizer.zero_grad = lambda: None
+    policy.model.zero_grad()
+    cfg = rl.Config(**options)
+    log = rl.update(policy, reference, optimizer, trajectories, advantages, minibatch, cfg, common.ALONE)
+    return log, [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.model.parameters()]
 
 
 def test_update_does_not_depend_on_micro_batches(policy):
     """FAULTS 8, 14, 16: other micro-batches mean other padding and other partial sums, and the same step."""
-    advantages = torch.tensor([[1, -1], [0.5, 2], [0, 0], [-1, 0], [0, 1]], dtype=torch.float64)
-    log, whole = gradient(policy, advantages, micro=5)
+    log, whole = gradient(policy)
     for micro in (1, 2):
-        other, parts = gradient(policy, advantages, micro)
+        other, parts = gradient(policy, micro=micro)
         assert other == pytest.approx(log, rel=1e-4, abs=1e-6)
         for a, b in zip(whole, parts, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("minibatch, updates", [([0, 0, 0, 0, 1], 2), ([1, 0, 0, 1, 1], 2), ([1] * 5, 1)])
+def test_a_vote_weighs_the_same_in_whichever_minibatch_it_falls(policy, minibatch, updates):
+    """FAULTS 8: uneven and empty minibatches; their gradients add up to twice that of the whole."""
+    log, whole = gradient(policy)
+    other, parts = gradient(policy, minibatch=minibatch, minibatches=2)
+    assert other["updates"] == updates and other["loss"] == pytest.approx(log["loss"], rel=1e-4)
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(2 * a, b, rtol=1e-3, atol=1e-5)
+
+
 def test_trajectories_without_any_advantage_are_dropped(policy):
     """They have no vote and no token in the update; a batch of nothing else takes no optimizer step."""
     some = torch.zeros(5, 2, dtype=torch.float64)
-    log, moved = gradient(policy, some, micro=5)
+    log, moved = gradient(policy, some)
     assert log["updates"] == 0 and all(m.abs().max() == 0 for m in moved)
     some[3, 1] = 1.0
-    log, moved = gradient(policy, some, micro=5)
+    log, moved = gradient(policy, some)
     assert log["updates"] == 1 and -0.7 < log["loss"] < -0.4  # two votes, one of them with A = 1 and a ratio near 1
     assert max(m.abs().max() for m in moved) > 0
 
 
-def test_kl_to_itself_changes_nothing(policy):
-    advantages = torch.tensor([[1, -1], [0.5, 2], [0, 0], [-1, 0], [0, 1]], dtype=torch.float64)
-    (log, a), (kl_log, b) = gradient(policy, advantages, micro=5), gradient(policy, advantages, micro=5, kl=10.0)
-    assert kl_log == log and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def test_the_gradient_is_clipped_and_zero_means_not_at_all(policy):
+    (log, free), (_, cut) = gradient(policy), gradient(policy, grad_clip=0.1)
+    norms = [torch.stack([g.norm() for g in each]).norm().item() for each in (free, cut)]
+    assert norms == pytest.approx([log["grad_norm"], 0.1], rel=1e-3) and norms[0] > 0.2
+
+
+def test_kl_pulls_towards_the_reference(policy, model_dir):
+    """Nothing to itself. To another policy it is positive, and a step down its gradient alone makes it smaller."""
+    (log, free), (same, itself) = gradient(policy), gradient(policy, kl=10.0, reference=policy)
+    assert same == log and all(torch.equal(a, b) for a, b in zip(free, itself, strict=True))
+    other = rl.load(model_dir)
+    with torch.no_grad():
+        for p in other.model.parameters():
+            p.mul_(1.05)
+    (log, free), (held, pulled) = gradient(policy), gradient(policy, kl=1.0, reference=other)
+    with torch.no_grad():
+        for p, a, b in zip(policy.model.parameters(), free, pulled, strict=True):
+            p -= 0.01 * (b - a)
+    closer = gradient(policy, kl=1.0, reference=other)[0]["loss"] - gradient(policy)[0]["loss"]
+    assert 0 < closer < 0.99 * (held["loss"] - log["loss"])
 
 
 def test_seeds_of_a_step(flags):
@@ -188,6 +213,62 @@ def test_run_leaves_its_files(whole):
     saved, last = rl.load(whole / "model"), rl.load(whole / "ckpt-000004" / "model")
     assert all(torch.equal(a, b) for a, b in zip(saved.model.parameters(), last.model.parameters(), strict=True))
     assert "before" in (whole / "log.txt").read_text()
+
+
+def test_a_tool_that_hangs_is_an_unscored_error(flags, policy, monkeypatch):
+    """FAULTS 28: at its deadline; its group goes on without it. Both rollouts hear the oracle, who calls a tool."""
+    cfg = rl.parse(rl.Config, rl.PRESETS, flags)
+    world, harness, run = rl.World.load(cfg.world), rl.Harness.load(cfg.harness), rl.run
+    tried = (rl.training_jobs(cfg, world, harness, step, range(1)) for step in count(1))
+    told = ((jobs, teach(harness, jobs[0][1], policy.codec, 0)) for jobs in tried)
+    jobs, oracle = next((jobs, t) for jobs, t in told if any(e["event"] == "tool_call" for e in t.events))
+
+    def hears(*words):
+        loop = run(*words)
+        turn = next(loop)
+        for _, where in oracle.states():
+            yield Turn(turn.ids, [], 1)
+            try:
+                turn = loop.send(Sample([oracle.ids[t] for t in where], [0.0] * len(where), "stop"))
+            except StopIteration as end:
+                return end.value
+
+    jobs[0][2].call = lambda *_: time.sleep(4)
+    monkeypatch.setattr(rl, "run", hears)
+    engine = rl.Engine(policy, slots=2, deadline_s=0.5)
+    stuck, fine = rl.collect(engine, jobs, "rollouts", common.ALONE)
+    assert engine.stats["stuck"] == 1 and stuck.stop_reason == "error" and stuck.harness_commit == harness.commit
+    assert set(stuck.rewards) == set(rl.REWARDS) and set(stuck.rewards.values()) == {None}
+    assert fine.stop_reason == "reply" and None not in fine.rewards.values()
+    assert rl.measure(stuck, cfg)["stop/error"] == 1
+
+
+def test_a_stop_within_the_first_evaluation_is_saved_too(flags, whole, tmp_path):
+    words = [*flags, "--steps", "4", "--out", str(out := tmp_path / "run")]
+    evaluate = rl.evaluate
+
+    def interrupted(*words):
+        signal.raise_signal(signal.SIGINT)
+        return evaluate(*words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "score", fake_score)
+        patch.setattr(rl, "evaluate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rl.main(words)
+        assert (out / "ckpt-000000").exists() and len(rows(out)) == 1
+        patch.setattr(rl, "evaluate", evaluate)
+        rl.main([*words, "--resume"])
+    assert seeded(out) == seeded(whole)
+
+
+@pytest.mark.parametrize("lr_end", ["1.0", "0.1"])
+def test_more_steps_are_the_same_run_if_the_learning_rate_is_constant(flags, tmp_path, lr_end):
+    words = [*flags, "--out", str(tmp_path / "run"), "--lr-end", lr_end]
+    common.Run(str(tmp_path / "run"), rl.parse(rl.Config, rl.PRESETS, words))
+    (tmp_path / "run" / "ckpt-000001").mkdir()  # a damaged one: where the run would go on, it stops here
+    with pytest.raises(common.BadInput, match="files.json" if lr_end == "1.0" else "steps was 2 and is now 9"):
+        rl.main([*words, "--resume", "--steps", "9"])
 
 
 def test_kill_and_resume_bit_for_bit(flags, whole, tmp_path):
@@ -224,17 +305,28 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path):
     "words, message",
     [
         (["--think-full", "5", "--think-free", "5"], "--think-full 5 must be above --think-free 5"),
-        (["--context", "40"], "does not fit into --context 40"),
+        (["--context", "40"], "--context 40: a prompt has"),
+        (["--context", "5000"], "context 5000 is beyond"),
         (["--groups", "0"], "--groups"),
-        (["--model", "nowhere"], "nowhere: no tokenizer.json"),
-        (["--model", "nowhere", "--layers", "0"], "nowhere"),
+        (["--model", "nowhere"], "nowhere: no such model directory"),
         (["--clip-tol", "1,2"], "--clip-tool"),
+        (["--clip-tool", "0.1"], "--clip-tool: '0.1' is not 2 values"),
+        (["--faults", "0.1"], "--faults: '0.1' is not 3 values"),
+        (["--faults", "0.1,0.2,2"], "--faults: 2.0 is not within 0 .. 1"),
     ],
 )
-def test_bad_input_is_one_line(flags, tmp_path, words, message):
-    """FAULTS 7 among them: a batch in which nothing was sampled is refused, not trained."""
+def test_bad_input_is_one_line_and_leaves_no_directory(flags, tmp_path, words, message):
     with pytest.raises(common.BadInput, match=message):
         rl.main([*flags, "--out", str(tmp_path / "run"), *words])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_in_which_nothing_was_sampled_is_refused(flags, policy, tmp_path):
+    """FAULTS 7."""
+    cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--context", "40"])
+    engine, world = rl.Engine(policy, 4, cfg.context), rl.World.load(cfg.world)
+    with pytest.raises(common.BadInput, match="no rollout sampled a token"):
+        rl.train_step(1, engine, None, None, world, rl.Harness.load(cfg.harness), cfg, common.ALONE)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from common import seed_of
+from common import BadInput, seed_of
 from data.random_harness import random_harness
 from facts import REWARDS, says, score
 from harness import Harness
 from parts import LOAD_SKILL
 from sim import COUPON, FAQ, INFO, INTENTS, NO_FAULTS, ROOM, ROUTES, SHIPPING, STOCK, Ask, Faults, Oracle, Task, World
-from sim import make_task, met_fault, readable, teach, wanted
+from sim import SHAPE, make_task, met_fault, plain_topic, readable, same_call, teach, wanted
 from test_chat import HERMES
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +139,33 @@ def test_a_wrong_link_is_an_answer(arguments):
     for topic in ("火星", "", None, 3, ["孕妇"]):
         assert json.loads(room.call(*on(1, FAQ, topic=topic))) == {"error": "no_such_topic"}
     assert json.loads(room.call("no_such_tool", {"link_id": 1})) == {"error": "no_such_tool"}
+
+
+def test_topics_of_returns_are_one_call():
+    """退款 and 退换 are 退货: one answer, and one retry after a fault."""
+    room = make(Ask("return", 1, "退货")).open(Faults(1, 0, 0))
+    assert readable(room.call(*on(1, FAQ, topic="退款"))) is None
+    assert json.loads(room.call(*on(1, FAQ, topic="退换"))) == {"days": 7}
+    assert same_call(TRAIN, {"topic": "退款", "link_id": 1}) == same_call(TRAIN, {"link_id": 1, "topic": "退货"})
+    assert plain_topic(TRAIN, "孕妇") == "孕妇" and same_call(TRAIN, {}) == "{}"
+
+
+@pytest.mark.parametrize("path", [["say"], ["cheaper"], ["noun", "test"], ["think", "retry"], ["ask", "buy"]])
+def test_a_world_that_lacks_something_says_what(tmp_path, path):
+    data = json.loads((ROOT / "data" / "world" / "zh.json").read_text(encoding="utf-8"))
+    node = data
+    for key in path[:-1]:
+        node = node[key]
+    del node[path[-1]]
+    for content in (data, []):
+        (tmp_path / "w.json").write_text(json.dumps(content), encoding="utf-8")
+        with pytest.raises(BadInput, match=r"w\.json: no '" + (path[-1] if content else "prefix")):
+            World.load(tmp_path / "w.json")
+
+
+def test_every_key_of_the_shipped_world_is_known():
+    assert set(TRAIN.data) == {*SHAPE, "language"}
+    assert all(set(TRAIN[key]) == set(inner) for key, inner in SHAPE.items() if inner)
 
 
 def test_timeouts_and_malformed_answers_happen_once():

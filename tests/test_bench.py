@@ -1,0 +1,74 @@
+"""Every command of the README as a newcomer types it, in small: it starts, ends with 0 and prints what it promises."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from chat import Codec, Trajectory
+from facts import score
+from harness import Harness
+from sim import World, make_task, teach
+
+ROOT = Path(__file__).parent.parent
+BASE = ROOT / "data" / "base-small"
+
+
+def command(line: str, *words, typed: str = "") -> str:
+    """Standard output of a command, run in the repository's root."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    words = [sys.executable, *line.split(), *map(str, words)]
+    done = subprocess.run(words, cwd=ROOT, env=env, input=typed, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_harness_show():
+    out = command("harness.py show --seed 3")
+    assert out.startswith("[system]\n") and "[user]\n" in out
+    assert f"commit {Harness.load(ROOT / 'data/harness').commit}" in out.splitlines()[-1]
+
+
+def test_harness_chat(model_dir):
+    model = BASE if (BASE / "model.safetensors").exists() else model_dir
+    out = command("harness.py chat --model", model, typed="3号链接多少钱？\n\n")
+    assert "an empty line ends" in out and "弹幕    '3号链接多少钱？'\n" in out and "\nreply   " in out
+
+
+def test_harness_trace(tmp_path):
+    """The least rewarded first."""
+    harness, world = Harness.load(ROOT / "data/harness"), World.load(ROOT / "data/world/zh.json")
+    task, codec = make_task(world, 3), Codec(Tokenizer.from_file(str(BASE / "tokenizer.json")))
+    good, bad = teach(harness, task, codec, 3), Trajectory(stop_reason="length", seed=4)
+    for t in (good, bad):
+        t.rewards = score(harness, task, t)
+    lines = (json.dumps(t.to_dict(), ensure_ascii=False) + "\n" for t in (good, bad))
+    (tmp_path / "trajectories.jsonl").write_text("".join(lines), encoding="utf-8")
+    out = command("harness.py trace", tmp_path / "trajectories.jsonl")
+    first, second = out.split("== seed ")[1:]
+    assert first.startswith("4 ") and second.startswith("3 ") and f"reply   {good.reply}" in second
+
+
+def test_sim_and_facts():
+    out = command("sim.py --seed 3")
+    assert "truth: " in out and "\nreply   " in out
+    again = command("facts.py --seed 3")
+    assert again.startswith(out) and "rewards: {'accuracy': 1.0, 'effectiveness': 1.0" in again
+
+
+def test_bench_rollout(model_dir):
+    """The last line is one JSON object; a 4-rollout ratio itself says nothing."""
+    out = command("bench/rollout.py --rollouts 4 --group 2 --repeats 1 --threads 1 --model", model_dir)
+    figures = json.loads(out.splitlines()[-1])
+    assert figures.pop("bench") == "rollout" and all(x > 0 for x in figures.values())
+    assert set(figures) == {"ratio", "loop_ms_per_turn", "tokens_per_s", "generate_tokens_per_s"}
+
+
+@pytest.mark.skipif(not (BASE / "model.safetensors").exists(), reason="data/base-small has no weights yet")
+def test_rl_tiny_with_the_shipped_policy(tmp_path):
+    out = command("rl.py --config tiny --out", tmp_path / "run")
+    assert "4 unseen requests" in out and (tmp_path / "run" / "model" / "model.safetensors").exists()
