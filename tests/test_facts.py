@@ -47,6 +47,7 @@ def act(task, reply, calls=(), skills=("item_qa",), room=None, hooks=False):
         (Ask("stock", 1), [on(1, STOCK)], "还有50件哈"),
         (Ask("price", 1), [on(1)], "1号面膜现在89块钱哈"),
         (Ask("price", 1), [on(1)], "1号链接现在券后¥89哈"),
+        (Ask("price", 1), [on(1)], "1号链接是清爽面膜哦，现在89元哈"),
         (Ask("price", 1), [on(1, COUPON)], "1号链接是清爽面膜，现在券后价89元哈。"),
         (Ask("attr", 1, "颜色"), [on(1)], "1号链接是白色的哈"),
         (Ask("stock", 1), [on(1, STOCK)], "1号现在还有50件，有现货哈"),
