@@ -1,7 +1,7 @@
 """Random harnesses for the base model's pre-training: other names, words, order, headings and rules in every dialogue.
 
 A base model has read thousands of harnesses and knows none. So each dialogue here stands under a harness of its own, derived
-from data/harness by ids, with names of many kinds that say nothing about the function (the description does), other
+from data/harness by ids, with names of many kinds (half of the time they hint at the function; the description always tells), other
 descriptions, bodies, headings, formats, orders, limits and rule values. These pools are the base's alone: no name,
 description or skill body of data/harness is among them.
 
@@ -29,7 +29,7 @@ from sim import ROUTES, Faults, World, call_of, comment, make_ask, make_task, te
 FAULTS = Faults(0.06, 0.05, 0.05)
 SLIP = 0.06
 VERBOSITY = (0.4, 0.35, 0.25)
-P_VERB = 0.5  # harnesses whose tools share their first word
+P_VERB = 0.6  # harnesses whose tools share their first word
 
 WORDS = (
     "get query fetch find look read load check list show ask call use open pull product info link id inventory stock coupon shipping "
@@ -58,6 +58,24 @@ def random_name(rng: random.Random) -> str:
     return "".join(rng.choices(HANZI, k=rng.randint(2, 4)))
 
 
+# Words that say what a thing is for. As for any base model, a name is often a hint: half of the harnesses are named so.
+ACTIONS = "get query fetch check find look show read".split()
+MEANING = {
+    "get_product_info_by_link_id": "product goods item info detail",
+    "get_inventory": "inventory stock left amount",
+    "get_coupon": "coupon discount deal",
+    "get_shipping": "shipping delivery express",
+    "search_faq": "faq question help search",
+    "get_room_state": "room live state event",
+    "load_skill": "skill load guide open",
+    "item_qa": "item product goods qa",
+    "price_promo": "price promo discount deal",
+    "logistics": "logistics delivery shipping express",
+    "after_sale": "after sale return refund",
+    "small_talk": "small talk chat greet",
+    "compare": "compare versus pick",
+    "multi_intent": "multi intent many merged",
+}
 VERBS = ["查", "查询", "看", "获取", "读取", "返回", "拿到", "问"]
 TOOLS = {
     "get_product_info_by_link_id": [
@@ -207,18 +225,29 @@ def random_harness(h: Harness, rng: random.Random) -> Harness:
         names.add(new)
         return new
 
-    verb = rng.choice(WORDS) if rng.random() < P_VERB else ""  # get_this, get_that: only what follows tells them apart
+    verb = (
+        rng.choice(rng.choice([WORDS, ACTIONS])) if rng.random() < P_VERB else ""
+    )  # get_this, get_that: only what follows tells them apart
 
-    def tool_name():
-        if not verb or rng.random() < 0.25:
+    telling = rng.random() < 0.5
+
+    def name_of(id, verb=""):
+        meant, first = telling and rng.random() < 0.85, bool(verb) and rng.random() < 0.8
+        if not (meant or first):
             return name()
-        while (new := "_".join([verb, *rng.choices(WORDS, k=rng.choice([1, 1, 2, 3, 5]))])) in names:
-            pass
-        names.add(new)
-        return new
+        words = MEANING[id].split() if meant else WORDS
+        while True:
+            new = (
+                [verb] * first
+                + rng.sample(words, rng.choice([1, 2, 2, 3]))
+                + rng.choices(WORDS, k=rng.choice([0, 0, 0, 1, 2]))
+            )
+            if (new := "_".join(new)) not in names:
+                names.add(new)
+                return new
 
-    tools = [_tool(t, tool_name(), rng) for t in h.tools]
-    skills = [_skill(s, name(), rng) for s in h.skills]
+    tools = [_tool(t, name_of(t.id, verb), rng) for t in h.tools]
+    skills = [_skill(s, name_of(s.id), rng) for s in h.skills]
     if rng.random() < 0.3:
         tools.append(Tool(f"extra_{len(names)}", name(), rng.choice(EXTRA_TOOLS), {"type": "object", "properties": {}}))
     if rng.random() < 0.3:
