@@ -29,6 +29,7 @@ from sim import ROUTES, Faults, World, call_of, comment, make_ask, make_task, te
 FAULTS = Faults(0.06, 0.05, 0.05)
 SLIP = 0.06
 VERBOSITY = (0.4, 0.35, 0.25)
+P_LOADER = 0.4  # harnesses that call the loader by its own name: it belongs to the loop, not to the shop
 P_VERB = 0.6  # harnesses whose tools share their first word
 
 WORDS = (
@@ -232,6 +233,8 @@ def random_harness(h: Harness, rng: random.Random) -> Harness:
     telling = rng.random() < 0.5
 
     def name_of(id, verb=""):
+        if id == LOAD_SKILL and rng.random() < P_LOADER:
+            return id
         meant, first = telling and rng.random() < 0.85, bool(verb) and rng.random() < 0.8
         if not (meant or first):
             return name()
