@@ -36,6 +36,7 @@ that the clip silences; fault_recovery = accuracy of rollouts on which a tool fa
 import json
 import math
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -80,6 +81,7 @@ class Config:
     context: int = option(1024, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
     deadline_s: float = option(0.0, "seconds per rollout, 0 = none; with one, no two runs are equal bit for bit", min=0)
+    strange: float = option(0.7, "share of groups in rooms of unheard-of product words", min=0, max=1)
     faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
 
     # advantages
@@ -238,7 +240,9 @@ def training_jobs(cfg: Config, world: World, original: Harness, step: int, group
     """(harness, task, room, seed) per rollout. A group shares task, harness and tool faults, not its sampling seed."""
     jobs = []
     for g in groups:
-        harness, task = harness_for(original, g), make_task(world, seed_of(cfg.seed, "task", step, g))
+        rng = random.Random(seed_of(cfg.seed, "world", step, g))
+        place = world.strange(rng) if rng.random() < cfg.strange else world
+        harness, task = harness_for(original, g), make_task(place, seed_of(cfg.seed, "task", step, g))
         for member in range(cfg.group_size):
             room = task.open(Faults(*cfg.faults), seed_of(cfg.seed, "room", step, g))
             jobs.append((harness, task, room, seed_of(cfg.seed, "rollout", step, g, member)))

@@ -131,6 +131,21 @@ class World:
         pools = [*self["attribute"].values(), *(self[k] for k in ("prefix", "noun", "faq", "city", "promotion"))]
         return {value for pool in pools for split in pool.values() for value in split}
 
+    def strange(self, rng: random.Random) -> "World":
+        """The same world in words nobody has heard: every letter of the names, values, cities and topics drawn anew.
+
+        A few hundred names can be learned by heart; these can only be copied.
+        """
+        pools = {key: self[key] for key in ("prefix", "noun", "city", "faq")}
+        letters = sorted({c for pool in pools.values() for words in pool.values() for word in words for c in word})
+
+        def renew(pool):
+            words = ["".join(rng.choice(letters) if c.isalpha() else c for c in word) for word in pool[self.split]]
+            return {**pool, self.split: words}
+
+        attributes = {key: renew(pool) for key, pool in self["attribute"].items()}
+        return World({**self.data, **{k: renew(v) for k, v in pools.items()}, "attribute": attributes}, self.split)
+
     def links(self, rng: random.Random) -> list[dict]:
         """4-8 products with all their facts; names differ."""
         links, names, count = [], set(), rng.randint(4, 8)
