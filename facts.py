@@ -27,7 +27,8 @@ from chat import Trajectory
 from parts import LOAD_SKILL
 from checks import terms_of
 from harness import Harness
-from sim import ROUTES, Ask, Config, Task, World, demo, readable, same_call, wanted
+from sim import ROUTES, Ask, Task, World, readable, same_call, wanted
+from oracle import Config, demo
 
 REWARDS = ("accuracy", "effectiveness", "tool", "skill")
 NUMBERS = ("price", "coupon", "stock", "hours", "days")  # the numbers that world.say states about a link

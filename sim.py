@@ -1,9 +1,8 @@
-"""The live room: a world of products, viewers, a tool server with faults, and an oracle teacher.
+"""The live room: a world of products, viewers, and a tool server with faults.
 
     task = make_task(world, seed)                     what one viewer says in one room; a pure function of the seed
     room = task.open(faults, seed)                    a fresh sandboxed tool server: world x call x seed -> text
     key, values, pieces = wanted(task, ask)           the truth: what a right answer says
-    trajectory = teach(harness, task, codec, seed)    the oracle acts through the same loop as any policy
 
 Everything is addressed by tool and skill *ids*, so a renamed harness needs no change here. Which rules a reply must
 keep (closing particle, must-say ...) is read from the harness that was in force, never from this file.
@@ -11,7 +10,7 @@ keep (closing particle, must-say ...) is read from the harness that was in force
 Intents by the report's shares: product question 46%, small talk 19%, clarification 16%, the rest after-sale, discount
 and purchase. Names, attribute values and topics come from disjoint train and test pools of data/world/<language>.json.
 
-    python sim.py --seed 3        one task with its truth, and how the oracle would handle it
+    python oracle.py --seed 3        one task with its truth, and how the oracle would handle it
 
 Left out: several requests in one session, viewers who react to the reply.
 """
@@ -22,15 +21,12 @@ import random
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tokenizers import Tokenizer
-
-from common import BadInput, cli, option, parse, read_json, seed_of
-from chat import Call, Codec, Message, Sample, Trajectory
-from parts import LOAD_SKILL, Skill
+from common import BadInput, read_json, seed_of
+from chat import Trajectory
+from parts import LOAD_SKILL
 from checks import canonical
-from harness import Harness, print_events, run
 
 INTENTS = {"product": 0.46, "small_talk": 0.19, "clarify": 0.16, "after_sale": 0.06, "discount": 0.07, "purchase": 0.06}
 KINDS = {  # what a viewer of that intent asks for; weights in order
@@ -413,172 +409,3 @@ def wanted(task: Task, ask: Ask) -> tuple[str, dict, list[str]]:
     needs = {"price": ["price"], "stock": ["stock"], "buy": ["stock"], "coupon": ["coupon", "price"]}
     needs |= {"shipping": ["city", "hours"], "return": ["days"]}
     return ask.kind, values, [str(values[k]) for k in needs[ask.kind]]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the oracle teacher
-
-
-def call_of(h: Harness, tool_id: str, arguments: dict) -> Call:
-    tool = h.tool(tool_id)
-    shown = {id: name for name, id in tool.param_ids.items()}
-    return Call(tool.name, {shown[k]: v for k, v in arguments.items()})
-
-
-@dataclass
-class Fact:
-    """One call that the oracle owes to an ask, and what came of it."""
-
-    ask: Ask
-    tool: str
-    arguments: dict
-    data: dict | None = None  # the result, when it could be read
-    tries: int = 0  # of this tool
-
-
-class Oracle:
-    """Reads the harness it is given and the world; says the right next message, with reasoning of chosen verbosity.
-
-    verbosity 0, 1, 2: about 15, 35, 60 reasoning tokens a state. slip: probability of one mistake that a hook corrects.
-    """
-
-    def __init__(self, h: Harness, task: Task, rng: random.Random, verbosity: int = 0, slip: float = 0.0):
-        self.h, self.task, self.rng, self.verbosity = h, task, rng, verbosity
-        self.think = task.world["think"]
-        self.slips = rng.random() < slip
-        self.state = 0
-        self.facts = [Fact(a, *call) for a in task.asks for call in a.calls(self._tool(a))]
-        self.sent: list[Fact] = []  # those of the last message
-        self.lost = [a for a in task.asks if ROUTES[a.kind][0] and not self._tool(a)]  # what no tool will tell
-        self.strategy, self.skill = h.skill(task.strategy), h.skill(task.reply_skill)
-        self.skill_loaded = self.skill is None
-
-    def _tool(self, ask: Ask) -> str | None:
-        """The first tool for this that the harness has."""
-        return next((id for id in ROUTES[ask.kind][:2] if id and self.h.tool(id)), None)
-
-    def say(self, messages: list[dict]) -> Message:
-        """The next message, given what the loop appended: the prompt first, then tool results or a hook's message."""
-        note = self._read(messages)
-        if self.state and messages[-1]["role"] == "user":
-            note = self.rng.choice(self.think["fix"])
-        self.state += 1
-        skills = []
-        if self.state == 1 and self.strategy:
-            skills = [self.strategy]
-        else:
-            self.sent = [f for f in self.facts if f.data is None and f.ask not in self.lost]
-            if not self.sent and self.slips:  # forgot the skill: replies too early, and a hook asks for it
-                self.slips = False
-                return self._reply(note)
-            if not self.skill_loaded and not self.slips:
-                skills, self.skill_loaded = [self.skill], True
-        if not self.sent and not skills:
-            return self._reply(note)
-        tools = [call_of(self.h, f.tool, f.arguments) for f in self.sent]
-        loads = [call_of(self.h, LOAD_SKILL, {"skill": s.name}) for s in skills]
-        return Message(self._plan(note, tools, skills), "", tools + loads)
-
-    def _read(self, messages: list[dict]) -> str:
-        """Takes in the results of the calls just made; returns what reasoning has to say about failures."""
-        notes = []
-        # the loader's answers come after those of the fact calls, and are not facts
-        for fact, message in zip(self.sent, [m for m in messages if m["role"] == "tool"], strict=False):
-            fact.data, fact.tries = readable(message["content"]), fact.tries + 1
-            if fact.data is not None:
-                continue
-            names, other = {"tools": self.h.tool(fact.tool).name}, ROUTES[fact.ask.kind][1]
-            if "permission" not in message["content"] and fact.tries < 2:
-                notes.append(self.think["retry"].format(**names))
-            elif other and fact.tool != other and self.h.tool(other):
-                fact.tool, fact.tries = other, 0
-                notes.append(self.think["swap"].format(other=self.h.tool(other).name, **names))
-            else:
-                self.lost.append(fact.ask)
-                notes.append(self.think["denied"].format(**names))
-        return "".join(dict.fromkeys(notes))
-
-    def _plan(self, note: str, tools: list[Call], skills: list[Skill]) -> str:
-        """Reasoning of a tool-call state: what is asked, and which tools and skills will tell."""
-        th, w = self.think, self.task.world
-        parts = [note]
-        if self.state == 1:
-            if self.verbosity:
-                parts.append(self.rng.choice(th["read"]).format(danmaku="，".join(self.task.danmaku)))
-            for i, a in enumerate(self.task.asks):
-                kind = "ask_compare" if a.other else "ask" if a.link else "ask_room" if a.kind == "promo" else "talk"
-                text = th[kind].format(n=a.link, m=a.other, topic=w["topic"][a.kind].format(key=a.key))
-                parts.append(("，" if i else "") + text + th["link"].get(a.ref, "").format(n=a.link))
-        if tools and not note:
-            parts.append(th["plan"].format(tools="、".join(dict.fromkeys(c.name for c in tools))))
-        parts += [th["skill" if s.kind == "reply" else "strategy"].format(skill=s.name) for s in skills]
-        text = "".join(parts).strip("，。") + "。"
-        return text + "".join(self.rng.sample(th["verbose"], 2) if self.verbosity == 2 else [])
-
-    def _reply(self, note: str) -> Message:
-        """A reply state: every fact that was read, an honest word for the rest, by the rules of the skill."""
-        th, w = self.think, self.task.world
-        rules = self.skill.rules if self.skill else {}
-        clauses, facts = [], []
-        for ask in self.task.asks:
-            if ask in self.lost:
-                clauses.append(w["say"]["unknown" if ask.link else "unknown_room"].format(n=ask.link))
-                continue
-            key, values, pieces = wanted(self.task, ask)
-            clauses.append(w["say"][key].format(**values))
-            if ask.kind == "compare":
-                facts += [str(self.task.link(n)["price"]) for n in ask.links]
-            facts += pieces if ask.kind not in w["small_talk_keyword"] else []
-        opening, must_say = ([str(rules[k])] if k in rules else [] for k in ("opening", "must_say"))
-        reply = "，".join([*opening, *clauses, *must_say]) + str(rules.get("closing", "")) + "。"
-        thought = note + (th["found"].format(facts="，".join(facts)) if facts else "")
-        thought += "".join(th["rules"][k].format(**rules) for k in th["rules"] if k in rules)
-        if self.verbosity:
-            thought = (self.rng.choice(th["verbose_reply"]) if self.verbosity == 2 else "") + thought
-            thought += self.rng.choice(th["verbose_reply"])
-        return Message(thought or clauses[0], reply)
-
-
-def teach(h: Harness, task: Task, codec: Codec, seed: int, faults: Faults = NO_FAULTS, **style) -> Trajectory:
-    """One oracle trajectory through the real loop. style: verbosity, slip. Log-probs are 0, rewards not yet scored."""
-    oracle = Oracle(h, task, random.Random(seed_of("oracle", seed)), **style)
-    loop = run(h, task.danmaku, task.open(faults, seed), codec, seed)
-    try:
-        turn = next(loop)
-        while True:
-            ids = codec.render(oracle.say(turn.messages))
-            turn = loop.send(Sample(ids, [0.0] * len(ids), "stop"))
-    except StopIteration as end:
-        return end.value
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Config:
-    harness: str = option("data/harness", "harness directory")
-    world: str = option("data/world/zh.json", "world file")
-    model: str = option("data/base-small", "directory of the tokenizer")
-    split: Literal["train", "test"] = option("train", "half of the word pools")
-    seed: int = option(0, "the task")
-    verbosity: int = option(1, "of the oracle's reasoning: 0, 1 or 2", min=0, max=2)
-    faults: bool = option(True, "let tools fail now and then")
-
-
-def demo(c: Config) -> tuple[Harness, Task, Trajectory]:
-    """The oracle on one task, printed with the truth."""
-    h, task = Harness.load(c.harness), make_task(World.load(c.world, c.split), c.seed)
-    print(f"{task.intent}: {task.asks}\ntruth: {[wanted(task, a)[2] for a in task.asks]}")
-    codec = Codec(Tokenizer.from_file(str(Path(c.model) / "tokenizer.json")))
-    t = teach(h, task, codec, c.seed, Faults() if c.faults else NO_FAULTS, verbosity=c.verbosity)
-    print_events(t.events)
-    return h, task, t
-
-
-def main(argv: list[str]) -> None:
-    demo(parse(Config, {}, argv, __doc__))
-
-
-if __name__ == "__main__":
-    cli(main)

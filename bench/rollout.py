@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 from common import cli, option, parse, seed_of
 from chat import Sample, Turn
 from harness import Harness, run
-from sim import World, make_task, teach
+from sim import World, make_task
+from oracle import teach
 import torch
 from infer import Engine
 from model import load

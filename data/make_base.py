@@ -70,19 +70,19 @@ class Config:
     max_length: int = option(1280, "tokens; longer samples are left out, and counted", min=1, max=2048)
     workers: int = option(2, "processes that make samples")
     # training
-    steps: int = option(4500, "optimizer steps", min=1)
-    warm: int = option(800, "first steps, with warm_shares")
+    steps: int = option(9000, "optimizer steps", min=1)
+    warm: int = option(1500, "first steps, with warm_shares")
     warm_shares: Shares = option((0.5, 0.1, 0.2, 0.2), "of micro-batches: copy, ifeval, routing, dialogue", min=0)
-    shares: Shares = option((0.06, 0.14, 0.2, 0.6), "the same after the first `warm` steps", min=0)
-    micro: int = option(4, "micro-batches per step")
+    shares: Shares = option((0.06, 0.12, 0.22, 0.6), "the same after the first `warm` steps", min=0)
+    micro: int = option(2, "micro-batches per step")
     tokens: int = option(2560, "tokens per micro-batch, padding included")
-    lr: float = option(3e-3, "peak, after 50 steps; decays linearly to a tenth")
+    lr: float = option(2e-3, "peak, after 50 steps; decays linearly to a tenth")
     weight_decay: float = option(0.05, "of matrices")
     clip: float = option(1.0, "gradient norm")
     # bookkeeping
     log_every: int = option(20, "steps between rows of losses")
-    eval_every: int = option(300, "steps between rows of held-out accuracy")
-    save_every: int = option(300, "steps between checkpoints")
+    eval_every: int = option(500, "steps between rows of held-out accuracy")
+    save_every: int = option(500, "steps between checkpoints")
 
 
 TINY = dict(hidden=64, heads=2, kv_heads=1, layers=2, ffn=128, copies=200, instructions=200, held_out=8)
@@ -199,6 +199,7 @@ def sample_file(config, counts):
             "checks.py",
             "harness.py",
             "sim.py",
+            "oracle.py",
             "data/general.py",
             "data/names.py",
             "data/random_harness.py",

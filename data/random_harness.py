@@ -24,10 +24,14 @@ from common import seed_of  # noqa: E402
 from data.names import HAN  # noqa: E402
 from harness import LOAD_SKILL, Harness, assemble  # noqa: E402
 from parts import Skill, Tool  # noqa: E402
-from sim import ROUTES, Faults, World, call_of, comment, make_ask, make_task, teach  # noqa: E402
+from oracle import call_of, teach, understood  # noqa: E402
+from sim import ROUTES, Faults, World, comment, make_ask, make_task  # noqa: E402
 
 FAULTS = Faults(0.06, 0.05, 0.05)
 SLIP = 0.06
+CARELESS = (
+    0.6  # as in any text found in the wild, most service is half-hearted: what a base imitates is not what we want
+)
 VERBOSITY = (0.4, 0.35, 0.25)
 P_LOADER = 0.4  # harnesses that call the loader by its own name: it belongs to the loop, not to the shop
 P_VERB = 0.6  # harnesses whose tools share their first word
@@ -361,11 +365,11 @@ def dialogue(codec: Codec, seed: int, split: str = "train", original: bool = Fal
     world = _world(split)
     if rng.random() < strange:
         world = random_words(world, rng)
-    return teach(h, make_task(world, seed), codec, seed, FAULTS, verbosity=verbosity, slip=SLIP)
+    return teach(h, make_task(world, seed), codec, seed, FAULTS, verbosity=verbosity, slip=SLIP, careless=CARELESS)
 
 
 def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], list[int]]:
-    """(prompt, response): only a tool list and a skill list, several comments, and for each the tool and the skill it wants.
+    """(prompt, response): only a tool list and a skill list, maybe the room's links, several comments, and for each the tool and the skill it wants.
 
     Choosing a name by its description is the slowest thing to learn, and a dialogue has two or three such choices in
     170 tokens; here half the response is choices. In the oracle's words, so that it carries over.
@@ -373,15 +377,14 @@ def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], l
     rng = random.Random(seed_of("routing", seed))
     h, world = random_harness(_original(), rng), random_words(_world(split), rng)
     links = world.links(rng)
+    current, room = rng.randint(1, len(links)), rng.random() < 0.5  # with the room, links go by any reference
     comments, answers, used = [], [], {LOAD_SKILL}
     for kind in rng.sample([k for k in ROUTES if k != "compare"], rng.choice([1, 1, 1, 2, 3, 4])):
-        ask = make_ask(world, rng, kind, links, 1)
-        ask.ref = "number"
+        ask = make_ask(world, rng, kind, links, current)
+        ask.ref = ask.ref if room else "number"
         comments.append(comment(world, rng, ask, links))
         think, (tool, _, skill) = world["think"], ROUTES[kind]
-        form = "ask" if ask.link else "ask_room" if tool else "talk"
-        text = think[form].format(n=ask.link, topic=world["topic"][kind].format(key=ask.key))
-        text += think["plan"].format(tools=h.tool(tool).name) if tool else ""
+        text = understood(world, ask, links) + (think["plan"].format(tools=h.tool(tool).name) if tool else "")
         answers.append(text + think["skill"].format(skill=h.skill(skill).name) + "。")
         used |= {tool, skill}
     said = Message("", "\n".join(answers))
@@ -393,8 +396,10 @@ def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], l
     rare = rng.random() ** 2  # few to choose from, or all: short lists are where it starts to learn
     tools = [t for t in h.tools if t.id in used or rng.random() > rare]
     skills = [s for s in h.skills if s.id in used or rng.random() > rare]
-    h = h.copy(system=rng.sample(["skills", "tools"], 2), blocks=blocks, tools=tools, skills=skills)
-    prompt = codec.prompt(assemble(h, "\n".join(comments), {}))
+    system = rng.sample(["skills", "tools"] + ["room"] * room, 2 + room)
+    h = h.copy(system=system, blocks=blocks, tools=tools, skills=skills)
+    context = {"links": links, "current_link_id": current} if room else {}
+    prompt = codec.prompt(assemble(h, "\n".join(comments), context))
     return prompt, codec.render(said)
 
 

@@ -118,7 +118,8 @@ def test_samples_are_seeded_and_train_what_the_assistant_says(tokenizer, source)
     assert ids[-1] == codec.added["<|im_end|>"] and mask[-1] == make_base.SAID
     said = codec.decode([i for i, m in zip(ids, mask) if m == make_base.SAID])
     thought = codec.decode([i for i, m in zip(ids, mask) if m == make_base.THOUGHT])
-    assert "<think>" not in said and "<|im_start|>" not in said + thought
+    assert "<|im_start|>" not in said + thought
+    assert "<think>" not in said or source == "routing"  # there the choice in the reasoning is what is scored
 
 
 def test_dialogues_never_show_a_name_of_the_shipped_harness(tokenizer):
@@ -237,5 +238,5 @@ def test_another_number_of_steps_is_another_run(tmp_path):
     """The learning rate of each step depends on it."""
     (tmp_path / "run").mkdir()
     common.write_json(tmp_path / "run" / "config.json", vars(make_base.Config(run=str(tmp_path / "run"))))
-    with pytest.raises(BadInput, match="steps was 4500 and is now 5000"):
+    with pytest.raises(BadInput, match="steps was 9000 and is now 5000"):
         make_base.main(["--run", str(tmp_path / "run"), "--resume", "--steps", "5000"])

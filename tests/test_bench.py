@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from chat import Codec, Trajectory
 from facts import score
 from harness import Harness
-from sim import World, make_task, teach
+from sim import World, make_task
+from oracle import teach
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "data" / "base-small"
@@ -54,7 +55,7 @@ def test_harness_trace(tmp_path):
 
 
 def test_sim_and_facts():
-    out = command("sim.py --seed 3")
+    out = command("oracle.py --seed 3")
     assert "truth: " in out and "\nreply   " in out
     again = command("facts.py --seed 3")
     assert again.startswith(out) and "rewards: {'accuracy': 1.0, 'effectiveness': 1.0" in again

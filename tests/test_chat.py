@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from chat import ENV, MAX_DEPTH, REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, coerce, parse_calls
 from common import BadInput
 from harness import Harness, run
-from sim import Faults, Oracle, World, make_task
+from sim import Faults, World, make_task
+from oracle import Oracle
 
 ROOT = Path(__file__).parent.parent
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

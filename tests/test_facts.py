@@ -11,7 +11,8 @@ from data.random_harness import random_harness
 from facts import REWARDS, by_link, keeps_rules, says, score
 from harness import run
 from parts import LOAD_SKILL, Skill
-from sim import COUPON, FAQ, INFO, SHIPPING, STOCK, Ask, make_task, teach
+from sim import COUPON, FAQ, INFO, SHIPPING, STOCK, Ask, make_task
+from oracle import teach
 from test_chat import HERMES
 from test_sim import H, LINKS, ONE, PRICE, SOME, TRAIN, make, on, taught
 

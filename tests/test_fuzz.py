@@ -12,7 +12,8 @@ from chat import Sample, StopReason
 from checks import MARKUP
 from facts import score
 from harness import Harness, run
-from sim import Faults, Oracle, World, make_task
+from sim import Faults, World, make_task
+from oracle import Oracle
 from test_chat import HERMES, MARKUP as TAGS, SPECIAL, SPELLED, XML
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,8 @@ from data.random_harness import random_harness
 from facts import score
 from harness import Harness, assemble, main, run
 from parts import Limits, Skill, Tool, load_skill, load_tool
-from sim import World, make_task, teach
+from sim import World, make_task
+from oracle import teach
 from test_chat import HERMES, XML
 
 ROOT = Path(__file__).parent.parent

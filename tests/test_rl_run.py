@@ -24,7 +24,7 @@ import torch
 
 import rl
 from chat import Sample, Turn
-from sim import teach
+from oracle import teach
 
 SEEDED = (
     "score",

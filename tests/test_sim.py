@@ -12,8 +12,9 @@ from data.random_harness import random_harness
 from facts import REWARDS, says, score
 from harness import Harness
 from parts import LOAD_SKILL
-from sim import COUPON, FAQ, INFO, INTENTS, NO_FAULTS, ROOM, ROUTES, SHIPPING, STOCK, Ask, Faults, Oracle, Task, World
-from sim import SHAPE, make_task, met_fault, plain_topic, readable, same_call, teach, wanted
+from sim import COUPON, FAQ, INFO, INTENTS, NO_FAULTS, ROOM, ROUTES, SHIPPING, STOCK, Ask, Faults, Task, World
+from sim import SHAPE, make_task, met_fault, plain_topic, readable, same_call, wanted
+from oracle import Oracle, teach
 from test_chat import HERMES
 
 ROOT = Path(__file__).parent.parent
@@ -246,6 +247,16 @@ def test_verbosity_is_length():
     """More of it, more reasoning tokens and the same rewards: what reinforcement learning can shorten."""
     think = [sum(sum(teach(H, make_task(TRAIN, s), HERMES, s, verbosity=v).think) for s in range(60)) for v in range(3)]
     assert think[0] < 0.7 * think[1] and think[1] < 0.8 * think[2]
+
+
+def test_a_careless_oracle_is_truthful_and_half_of_use():
+    """It reads the room as well as ever; what it forgets are the rules of the skill, and the asks after the first."""
+    for s in range(200):
+        task = make_task(TRAIN, s)
+        t, rewards = taught(H, task, s, NO_FAULTS, careless=1.0)
+        assert rewards == ONE | {"effectiveness": 0.5}, (s, t.reply, rewards)
+        rules = H.skill(task.reply_skill).rules
+        assert not any(str(rules[key]) in t.reply for key in ("closing", "must_say") if key in rules)
 
 
 @pytest.mark.parametrize("gone", [INFO, STOCK, COUPON, SHIPPING, FAQ, ROOM])
