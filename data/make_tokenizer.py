@@ -99,7 +99,8 @@ TEMPLATE = """\
 
 
 def corpus(config):
-    """Texts to learn from: general instructions, dialogues under random harnesses, and what lies in data/ (for its characters)."""
+    """Texts to learn from: general instructions, dialogues under random harnesses, the shipped harness and worlds (for
+    their characters)."""
     codec = Codec(build([], 0))  # bytes alone: enough to run the dialogues
     for i in range(config.dialogues):
         yield codec.decode([t for t in random_harness.dialogue(codec, i).ids if t not in codec.added.values()])
@@ -107,8 +108,8 @@ def corpus(config):
     for _ in range(config.samples):
         example = general.sample(rng, "train")
         yield "\n".join([example["prompt"], example["reasoning"], example["response"]])
-    for path in sorted((ROOT / "data").glob("*/**/*")):
-        if path.suffix in (".md", ".json") and "base-small" not in path.parts:
+    for path in sorted(path for part in ("harness", "world") for path in (ROOT / "data" / part).rglob("*")):
+        if path.suffix in (".md", ".json"):
             text = path.read_text(encoding="utf-8")
             if path.suffix == ".json":  # the model sees compact JSON, not an indented file
                 text = json.dumps(json.loads(text), ensure_ascii=False)

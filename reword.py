@@ -1,0 +1,232 @@
+"""Other words for the same thing: the word pools of HSA, and two rewriters of a harness's texts.
+
+    rewrite(text, what, dice)  ->  another text        what: description, body, message ...
+    unfaithful(old, new)       ->  why not, or ""      numbers, quotes, placeholders, names, negations must survive
+
+`Bank` knows sentences, headings and names of data/hsa, where every pool has a train and a heldout half without a common
+entry; rules by their key ({closing}, {must_say} ...); and for texts of strangers single words, outside of quotes, code,
+links and names. `Endpoint` asks a language model behind an OpenAI-compatible server. Neither is trusted: augment.py
+lets `unfaithful` look at every text, and one that fails stays as it was.
+
+Left out: rewriting across sentences; languages other than Chinese and English.
+"""
+
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+from common import BadInput, read_json, seed_of
+from parts import RULES
+
+POOLS = ("train", "heldout")
+WORDS = Path(__file__).parent / "data" / "hsa"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# texts: what may be changed in them, and what may not
+
+PLACEHOLDER = re.compile(r"\{[A-Za-z_][\w:.\-]*\}")
+QUOTE = re.compile(r"`[^`\n]+`|“[^”\n]+”|「[^」\n]+」|『[^』\n]+』|\"[^\"\n]+\"|(?<!\w)'[^'\n]+'(?!\w)")
+URL = re.compile(r"https?://[^\s)>]+|\]\([^)\n]*\)")
+IDENTIFIER = re.compile(r"[A-Za-z0-9]+(?:[_./\-][A-Za-z0-9]+)+|\b[a-z]+[A-Z]\w*|#\w+")  # get_x, a/b.md, camelCase
+NUMBER = re.compile(
+    r"\d+(?:[.,]\d+)*|[二三四五六七八九十百千万两]|\b(?:two|three|four|five|six|seven|eight|nine|ten)\b"
+)
+NOT = re.compile(
+    r"不|没|无|未|勿|禁|(?<![告特分级])别(?![的人])|\b(?:not?|never|none|nor|without|cannot)\b|n't\b", re.I
+)
+MEANING = {"placeholders": PLACEHOLDER, "quotes": QUOTE, "links": URL, "names": IDENTIFIER, "numbers": NUMBER}
+KEPT = re.compile("|".join(f"(?:{p.pattern})" for p in (PLACEHOLDER, QUOTE, URL, IDENTIFIER)))
+SENTENCE = re.compile(r"(?<=[。！？])|(?<=[.!?])(?=\s+[A-Z])")
+CORE = re.compile(r"(\s*)(.*?)([。.！!？?\s]*)", re.DOTALL)  # leading space, what is said, how it ends
+LINE = re.compile(r"(\s*(?:[-*+·•] |\d+[.)、] ?)?)(.*)")
+STIFF = re.compile(r"\s*(?:#|\||<|>|---|===|\*\*\*|$)")  # headings, tables, tags, quotations, rules, nothing
+BULLETS = ("- ", "* ", "· ", "• ", "+ ")
+STEP = re.compile(
+    r"\b(?:first|second|then|next|finally|last|after|above|below|step)\b|先|然后|接着|再|最后|第|上述|以上", re.I
+)
+
+
+def language(text: str, default: str = "en") -> str:
+    """zh for a text with a Han character, en for one with Latin words, else the default."""
+    if re.search(r"[\u4e00-\u9fff]", text):
+        return "zh"
+    return "en" if re.search(r"[A-Za-z]", PLACEHOLDER.sub("", text)) else default
+
+
+def unfaithful(old: str, new: str, must: tuple[str, ...] = (), longest: int = 4096) -> str:
+    """Why `new` cannot stand for `old`; empty when it can. must: strings that a text may not lose."""
+    if not new.strip():
+        return "empty"
+    if len(new) > min(longest, 2 * len(old) + 40):
+        return "too long"
+    if new.count("\n") > old.count("\n") or re.search(r"<\||</?(?:think|tool_call)", new):
+        return "markup"
+    for what, pattern in MEANING.items():
+        before, after = (Counter(x.strip("`“”「」『』\"'").lower() for x in pattern.findall(t)) for t in (old, new))
+        if before != after:
+            return f"{what}: {', '.join((before - after) or (after - before))}"
+    if lost := next((word for word in must if word in old and word not in new), ""):
+        return f"lost {lost}"
+    if bool(NOT.search(old)) != bool(NOT.search(new)):
+        return "negation"
+    return "" if language(old) == language(new) else "language"
+
+
+def plain_rule(sentence: str) -> str:
+    """The one rule key of which a sentence speaks and nothing else; empty if there is none, or more to it."""
+    keys = [found[1:-1] for found in PLACEHOLDER.findall(sentence)]
+    simple = len(sentence) <= 40 and not re.search(r"[，,；;：:]", sentence)
+    return keys[0] if len(keys) == 1 and keys[0] in RULES and simple else ""
+
+
+def mention(names: Iterable[str]) -> re.Pattern:
+    """Whole-word mentions of the names; a {placeholder}, which holds an id, is matched whole and so is none."""
+    word, parts = "[A-Za-z0-9_]", [PLACEHOLDER.pattern]
+    for name in sorted(names, key=len, reverse=True):
+        before = rf"(?<!{word})(?<![A-Za-z0-9]-)" if re.match(word, name) else ""
+        after = rf"(?!{word})(?!-[A-Za-z0-9])" if re.search(word + "$", name) else ""
+        parts.append(before + re.escape(name) + after)
+    return re.compile("|".join(parts))
+
+
+def new_name(words: dict, kind: str, old: str, sense: dict[str, str], more: int, rng: random.Random) -> str:
+    """A name of that kind. sense: word of an old name -> its synonym, for telling names; more: words to add."""
+    some = rng.sample(words["words"], rng.choice([1, 2, 2, 3]) + more)
+    if kind == "telling":
+        known = [sense[w.lower()] for w in re.findall(r"[A-Z]?[a-z]+", old) if w.lower() in sense]
+        known = [known[i] for i in sorted(rng.sample(range(len(known)), min(len(known), rng.choice([1, 2, 2, 3]))))]
+        return "_".join(dict.fromkeys([*known, *some[: more + (rng.random() < 0.3)]])) or "_".join(some)
+    if kind == "camel":
+        first, *others = rng.sample(words["words"], max(len(some), 2))
+        return first + "".join(w.capitalize() for w in others)
+    if kind == "pinyin":
+        return "_".join(rng.sample(words["pinyin"], rng.randint(1, 3) + more))
+    if kind == "pseudo":
+        syllables = iter(rng.sample(words["syllables"], 6))
+        return "_".join("".join(next(syllables) for _ in range(rng.randint(1, 2))) for _ in range(rng.randint(1, 3)))
+    if kind == "code":
+        return rng.choice(words["codes"]) + str(rng.randint(0, 10 ** (more + 2) - 1))
+    if kind == "han":
+        return "".join(rng.sample(words["han"], rng.randint(2, 3) + more))
+    return ("-" if kind == "kebab" else "_").join(some)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rewriters: (text, what it is, dice) -> another text
+
+Rewriter = Callable[[str, str, random.Random], str]
+
+
+class Bank:
+    """One half, train or heldout, of the pools in data/hsa, and the rewriter that needs nothing else."""
+
+    def __init__(self, pool: str):
+        def half(node):
+            if isinstance(node, dict):
+                return node[pool] if set(node) == set(POOLS) else {key: half(value) for key, value in node.items()}
+            return node
+
+        self.pool, self.names = pool, half(read_json(WORDS / "names.json"))
+        self.words, self.sentences, self.headings, self.swaps = {}, {}, [], {}
+        for lang, edge in (("zh", ""), ("en", r"\b")):
+            data = read_json(WORDS / f"{lang}.json")
+            self.words[lang] = half(data)
+            self.swaps[lang] = re.compile(f"{edge}(?:{'|'.join(sorted(data['swaps'], key=len)[::-1])}){edge}", re.I)
+            self.headings += [style.split("{x}") for pool in POOLS for style in data["headings"][pool]]
+            for source, halves in data["phrases"].items():  # each wording of a sentence leads to the others
+                for text in (source, *halves["train"], *halves["heldout"]):
+                    self.sentences[text] = halves[pool]
+        self.headings += [("# ", ""), ("## ", ""), ("### ", ""), ("【", "】"), ("[", "]"), ("== ", " =="), ("", ":")]
+
+    def knows(self, sentence: str) -> bool:
+        """Whether it stands on its own wherever it is put: a sentence of the pools, or a plain rule."""
+        return CORE.fullmatch(sentence)[2] in self.sentences or bool(plain_rule(sentence))
+
+    def title(self, line: str) -> str:
+        """What a heading says, in any style of the pools or of Markdown; empty for a line that is none."""
+        for before, after in self.headings:
+            title = line.removeprefix(before).removesuffix(after)
+            if line == before + title + after and re.fullmatch(r"\w[\w' ]{0,30}", title):
+                return title
+        return ""
+
+    def __call__(self, text: str, what: str, rng: random.Random) -> str:
+        """Each sentence in other words; a description of which nothing else is known gets a frame."""
+        lines = ["".join(self.sentence(s, rng) for s in SENTENCE.split(line)) for line in text.split("\n")]
+        if (new := "\n".join(lines)) == text and what == "description":
+            return rng.choice(self.words[language(text)]["frames"]).replace("{x}", text)
+        return new
+
+    def sentence(self, sentence: str, rng: random.Random) -> str:
+        """One sentence in other words, with the same ends: whole if it is known, else word by word."""
+        lead, core, end = CORE.fullmatch(sentence).groups()
+        lang, out, start = language(core), "", 0
+        words = self.words[lang]
+        known = self.sentences.get(core) or words["rules"].get(plain_rule(sentence), [])
+        if others := [x for x in known if x != core]:
+            return lead + rng.choice(others) + end
+
+        def swap(found):
+            new = rng.choice(words["swaps"][found[0].lower()])
+            return new.capitalize() if found[0][0].isupper() else new
+
+        for kept in [*KEPT.finditer(core), None]:
+            stop = kept.start() if kept else len(core)
+            out += self.swaps[lang].sub(swap, core[start:stop]) + (kept[0] if kept else "")
+            start = kept.end() if kept else stop
+        return lead + out + end
+
+
+@cache
+def bank(pool: str) -> Bank:
+    """The bank of that pool, read once; BadInput for another pool than train and heldout."""
+    if pool not in POOLS:
+        raise BadInput(f"pool {pool!r} is not one of {' | '.join(POOLS)}")
+    return Bank(pool)
+
+
+class Endpoint:
+    """A language model behind an OpenAI-compatible server as rewriter; train and heldout ask for different styles.
+
+    The key is that of OPENAI_API_KEY. Each text is asked for a few variants, which are kept, so thousands of harnesses
+    cost a few calls per text. BadInput when the server has never answered; when it fails later, a text stays as it is.
+    """
+
+    tries, variants = 3, 3  # of one call; of one text in one style
+
+    def __init__(self, base_url: str, model: str, pool: str = "train", timeout_s: float = 60.0):
+        from huggingface_hub import InferenceClient
+
+        key = os.environ.get("OPENAI_API_KEY", "none")  # never this machine's login to another place
+        self.client = InferenceClient(base_url=base_url, api_key=key, timeout=timeout_s)
+        self.url, self.model, self.bank = base_url, model, bank(pool)
+        self.answers: dict[tuple, str] = {}
+
+    def __call__(self, text: str, what: str, rng: random.Random) -> str:
+        style = rng.choice(self.bank.words[language(text)]["styles"])
+        if (key := (text, what, style, rng.randrange(self.variants))) not in self.answers:
+            task = f"Rewrite this {what} of an agent's harness. Style: {style}. Same language, same meaning, about the "
+            task += "same length, on as many lines. Keep every number, name, quoted string, link, code and everything "
+            task += "in braces {like_this} as it is. Answer with the new text alone."
+            messages = [{"role": "system", "content": task}, {"role": "user", "content": text}]
+            answer = self.ask(messages, seed_of(*key) >> 32)  # the same whichever harness comes first
+            if answer is None:
+                return ""  # not kept: the next time it may answer
+            self.answers[key] = re.sub(r"(?s)^.*</think>", "", answer).strip()
+        return self.answers[key]
+
+    def ask(self, messages: list[dict], seed: int) -> str | None:
+        """The answer; None after `tries` failures of a server that has answered before."""
+        for _ in range(self.tries):
+            try:
+                made = self.client.chat_completion(messages, model=self.model, seed=seed, temperature=0.7)
+                return made.choices[0].message.content or ""
+            except Exception as e:  # down, slow, or an answer of another shape: each client library has its own errors
+                why = f"{type(e).__name__}: {' '.join(str(e).split())}"[:200]
+        if not self.answers:
+            raise BadInput(f"{self.url}: model {self.model!r} does not answer: {why}")
+        return None
