@@ -24,9 +24,9 @@ they plug in); a critic; a weight for engine/trainer mismatch beside the ratio.
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
-Expect under small: tool use and skill choice improve and reasoning gets shorter; the score of unseen requests does not
-rise yet (README, What we found). The run ends with the same 200 unseen requests before and after, and leaves OUT/model
-(a Hugging Face directory), trajectories.jsonl (rank 0's), reward.png and think_length.png.
+Expect under small: the score of 200 unseen requests rises from 35 to about 46, most of it in the first 20 rounds;
+reasoning gets shorter by a third. The run ends with the same requests before and after, and leaves OUT/model (a
+Hugging Face directory), trajectories.jsonl (rank 0's), reward.png and think_length.png.
 
 metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
 stop/* = how rollouts ended; first_ratio_off = mean |rho_s - 1| before the first optimizer step; clip/s = share of votes
@@ -77,11 +77,11 @@ class Config:
     # rollouts: groups x group_size per step, over all ranks
     groups: int = option(12, "tasks per step", min=1)
     group_size: int = option(8, "rollouts per task (G)", min=1)
-    temperature: float = option(0.8, "of sampling; top-p and top-k would break the first ratio", min=0.01)
+    temperature: float = option(1.0, "of sampling; top-p and top-k would break the first ratio", min=0.01)
     context: int = option(1024, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
     deadline_s: float = option(0.0, "seconds per rollout, 0 = none; with one, no two runs are equal bit for bit", min=0)
-    strange: float = option(0.7, "share of groups in rooms of unheard-of product words", min=0, max=1)
+    strange: float = option(0.5, "share of groups in rooms of unheard-of product words", min=0, max=1)
     faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
 
     # advantages
@@ -91,7 +91,7 @@ class Config:
     think_full: int = option(90, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
 
     # update
-    steps: int = option(25, "rounds of rollout and update", min=1)
+    steps: int = option(40, "rounds of rollout and update", min=1)
     minibatches: int = option(2, "optimizer steps per round", min=1)
     micro: int = option(16, "sequences per forward and rank; does not change the result", min=1)
     lr: float = option(2e-4, "AdamW learning rate", min=0)

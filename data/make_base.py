@@ -10,7 +10,7 @@ Samples are made once by worker processes and kept in a cache file; a step is `m
 of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as packing on a CPU, and
 no mask). Left out: packing, mixture schedules, any text that was not generated here.
 
-    python data/make_base.py                         # data/base-small; about 55 minutes on two CPU cores, minutes on a GPU
+    python data/make_base.py                         # data/base-small; about an hour on two CPU cores
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --config tiny           # seconds, for tests
 """
