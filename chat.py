@@ -18,7 +18,7 @@ import re
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from common import BadInput
@@ -272,6 +272,7 @@ class Codec:
         # a base model may also end its turn with its end-of-text token
         self.stop_ids = [self.added[t] for t in ("<|im_end|>", "<|endoftext|>") if t in self.added]
         self._known: dict[str, list[int]] = {}
+        self._encoded = lru_cache(256)(self._encode)  # the rollouts of a group meet the same prompt and results
         self.vocab_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     # -- text
@@ -282,6 +283,9 @@ class Codec:
 
     def encode(self, text: str) -> list[int]:
         """Plain text -> ids. No id is that of an added token: each occurrence is cut after its first character."""
+        return list(self._encoded(text))
+
+    def _encode(self, text: str) -> list[int]:
         ids, start = [], 0
         text = valid(text)
         while found := self._added_pattern.search(text, start):
