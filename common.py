@@ -275,7 +275,7 @@ def dist(device: str | None = None) -> Dist:
         if local >= torch.cuda.device_count():
             raise BadInput(f"process {local} has no GPU: {torch.cuda.device_count()} are visible; or use --device cpu")
         torch.cuda.set_device(local)
-    if world > 1:
+    if world > 1 and not torch.distributed.is_initialized():  # the stages of hat.py share one
         torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
         atexit.register(torch.distributed.destroy_process_group)
     return Dist(rank, world, torch.device(f"cuda:{local}" if kind == "cuda" else kind), torch.distributed)

@@ -17,10 +17,10 @@ baseline nor loss; those whose final advantages are all zero are dropped. Each (
 one vote, and each minibatch divides its sum by the same number, the votes of the whole global batch over the number of
 minibatches: a vote weighs the same in whichever minibatch it falls.
 
-Left out: augmented harnesses and the fault curriculum, which come with augment.py (`harness_for` is the one place where
-they plug in); a critic; a weight for engine/trainer mismatch beside the ratio.
+Left out: the fault curriculum; a critic; a weight for engine/trainer mismatch beside the ratio.
 
     python rl.py                                           # small: two CPU cores, 8 minutes
+    python rl.py --harness-mode hsa --context 1536         # half of the groups act under augmented harnesses
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
@@ -55,6 +55,7 @@ from chat import REPLY, TOOL, StopReason, Trajectory
 from harness import Harness, run
 from sim import NO_FAULTS, Faults, Task, World, make_task, met_fault
 from facts import REWARDS, score
+from samples import Dimension, harness_for
 from model import load, pad_batch, token_logps
 from infer import Engine
 
@@ -81,6 +82,9 @@ class Config:
     context: int = option(1024, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
     deadline_s: float = option(0.0, "seconds per rollout, 0 = none; with one, no two runs are equal bit for bit", min=0)
+    harness_mode: Literal["hsa", "fixed"] = option("fixed", "hsa = some groups act under augmented harnesses")
+    augmented: float = option(0.5, "hsa: share of groups under an augmented harness", min=0, max=1)
+    leave_out: Dimension = option("none", "hsa: a dimension in which nothing changes")
     strange: float = option(0.5, "share of groups in rooms of unheard-of product words", min=0, max=1)
     faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
 
@@ -231,18 +235,15 @@ def kl_loss(logps: Tensor, reference: Tensor, segment: Tensor, votes: float) -> 
 # rollouts
 
 
-def harness_for(original: Harness, group: int) -> Harness:
-    """The harness of a group: the original one. HSA plugs in here."""
-    return original
-
-
 def training_jobs(cfg: Config, world: World, original: Harness, step: int, groups: range) -> list[tuple]:
     """(harness, task, room, seed) per rollout. A group shares task, harness and tool faults, not its sampling seed."""
     jobs = []
     for g in groups:
         rng = random.Random(seed_of(cfg.seed, "world", step, g))
         place = world.strange(rng) if rng.random() < cfg.strange else world
-        harness, task = harness_for(original, g), make_task(place, seed_of(cfg.seed, "task", step, g))
+        task = make_task(place, seed_of(cfg.seed, "task", step, g))
+        needed = {task.reply_skill, task.strategy} - {None}
+        harness = harness_for(original, cfg, seed_of(cfg.seed, "harness", step, g), needed)
         for member in range(cfg.group_size):
             room = task.open(Faults(*cfg.faults), seed_of(cfg.seed, "room", step, g))
             jobs.append((harness, task, room, seed_of(cfg.seed, "rollout", step, g, member)))

@@ -202,6 +202,17 @@ def test_seeds_of_a_step(flags):
     assert [seed for *_, seed in shard] == [seeds[i] for i in (2, 3, 6, 7)]
 
 
+def test_hsa_rollouts_share_a_harness_in_a_group_and_differ_between_groups():
+    world, harness = rl.World.load("data/world/zh.json"), rl.Harness.load("data/harness")
+    cfg = rl.Config(groups=16, group_size=2, harness_mode="hsa")
+    commits = [h.commit for h, *_ in rl.training_jobs(cfg, world, harness, 1, range(16))]
+    assert commits[::2] == commits[1::2]  # a group is one task under one harness
+    assert 3 < commits[::2].count(harness.commit) < 13  # some groups on the original
+    assert len(set(commits)) > 4
+    fixed = rl.training_jobs(rl.Config(groups=4), world, harness, 1, range(4))
+    assert {h.commit for h, *_ in fixed} == {harness.commit}
+
+
 def test_run_leaves_its_files(whole):
     log = rows(whole)
     assert [row["step"] for row in log] == [0, 1, 2, 3, 4]

@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # A file imports only files that stand before it.
-ORDER = "common chat parts checks harness reword augment sim oracle facts model mtp infer"
-ORDER = f"{ORDER} ifeval judge eval opd rl hat evolve".split()
-STAGES = {"opd", "rl", "hat", "evolve"}  # never import each other; hat alone puts them together
-TORCH_FREE = ["chat", "parts", "checks", "harness", "reword", "augment", "sim", "oracle", "facts", "ifeval"]
+ORDER = "common chat parts checks harness reword augment sim oracle facts samples model mtp infer"
+ORDER = f"{ORDER} ifeval judge eval sft opd rl hat evolve".split()
+STAGES = {"sft", "opd", "rl", "hat", "evolve"}  # never import each other; hat alone puts them together
+TORCH_FREE = ["chat", "parts", "checks", "harness", "reword", "augment", "sim", "oracle", "facts", "samples", "ifeval"]
 SHADOWS = {"utils.py", "types.py", "trace.py", "tokenize.py"}  # one says nothing, the others hide the standard library
 
 here = [name for name in ORDER if (ROOT / f"{name}.py").exists()]

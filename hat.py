@@ -1,0 +1,333 @@
+"""HAT, the whole method: HSA-SFT -> General OPD -> HSA-RL -> evaluation, and the ablation of what each is worth.
+
+    base -> hsa-sft -> hsa-opd -> hat            SFT under many harnesses, distillation from the base, RL under many
+    base -> fixed-sft -> fixed-opd               the control: SFT under one harness, repaired by OPD
+            hsa-opd -> fixed-rl                  RL under one harness
+
+Each name is a run directory below OUT/seed-N, made by the stage's own main: what `python sft.py`, `opd.py`, `rl.py` and
+`eval.py` would do one after the other. Rows of the table share what they have in common. A finished stage (its model is
+there) is never repeated, an interrupted one goes on from its last checkpoint: `--resume` after Ctrl-C, a crash, or to
+add seeds, `--ablate` or `--leave-out` to what is there.
+
+    python hat.py --config small                             # HAT and the base side by side
+    python hat.py --config small --ablate --seeds 0,1,2      # every row of the ablation
+    python hat.py --ablate --leave-out tool,hook             # and HAT without these dimensions of HSA: a second table
+    python hat.py --sft="--lr 5e-4 --epochs 3" --rl="--steps 40"     # options of a stage, as it takes them itself
+    python hat.py --out runs/hat-small --resume --ablate     # all rows, on top of what is there
+    torchrun --nproc_per_node=8 hat.py                       # every stage in as many processes
+
+A cell is the mean over the seeds, with their standard deviation from two seeds on; think/* = reasoning tokens per state
+on T1. `python eval.py compare OUT/seed-0/hat OUT/seed-0/fixed-rl` has the intervals over the items. The run ends with
+the tables, the report's effects that can be read off them (which appeared, which did not) and the time of each stage,
+and leaves all of it in OUT/table.md.
+
+Left out: another order of the stages, a search for their options.
+"""
+
+import shlex
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common import BadInput, Dist, Run, cli, closest, dist, option, parse, read_json, write_json, write_text
+
+import eval as evaluation
+import opd
+import rl
+import sft
+from augment import DIMENSIONS
+
+STAGES = {"sft": sft, "opd": opd, "rl": rl, "eval": evaluation}
+OURS = {"--config", "--model", "--out", "--resume", "--seed", "--device"}  # of each stage, set here
+
+# ---------------------------------------------------------------------------------------------------------------------
+# options
+
+
+@dataclass
+class Config:
+    config: str = option("small", "preset, of every stage too")
+    model: str = option("data/base-small", "Hugging Face directory of the base")
+    harness: str = option("data/harness", 'harness directory; another one needs --eval="--manifest FILE"')
+    world: str = option("data/world/zh.json", "world file")
+    out: str = option("", "run directory; empty = the next free runs/hat-PRESET")
+    resume: bool = option(False, "go on in --out: finished stages are not repeated")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = a GPU per process if there are any")
+    seeds: tuple[int, ...] = option((0,), "all is done once for each")
+    ablate: bool = option(False, "every row of the ablation")
+    leave_out: tuple[str, ...] = option(
+        (), f"dimensions of HSA, each left out of a HAT of its own: {', '.join(DIMENSIONS)}"
+    )
+    sft: str = option("", "more options of sft.py, in one text")
+    opd: str = option("", "more options of opd.py")
+    rl: str = option("", "more options of rl.py")
+    eval: str = option("", "more options of eval.py")
+
+
+PRESETS = {"tiny": {}, "small": {}}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the plan
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage, the step whose model it starts from, and the options that make it this one."""
+
+    stage: str
+    after: str
+    options: tuple[str, ...] = ()
+
+
+BASE = "base"
+HSA, FIXED = ("--harness-mode", "hsa"), ("--harness-mode", "fixed")
+ROWS = {  # of the ablation table: label -> step
+    "Base": BASE,
+    "Fixed-SFT": "fixed-sft",
+    "Fixed-SFT+OPD": "fixed-opd",
+    "HSA-SFT": "hsa-sft",
+    "HSA-SFT+OPD": "hsa-opd",
+    "+Fixed-RL": "fixed-rl",
+    "+HSA-RL (HAT)": "hat",
+}
+HAT = "+HSA-RL (HAT)"
+
+
+def plan(cfg: Config) -> dict[str, Step]:
+    """Steps of one seed by name, in an order in which each comes after what it starts from."""
+
+    def chain(end: str = "", *options: str) -> dict[str, Step]:
+        return {
+            f"hsa-sft{end}": Step("sft", BASE, (*HSA, *options)),
+            f"hsa-opd{end}": Step("opd", f"hsa-sft{end}"),
+            f"hat{end}": Step("rl", f"hsa-opd{end}", (*HSA, *options)),
+        }
+
+    steps = chain()
+    if cfg.ablate:
+        steps |= {"fixed-sft": Step("sft", BASE, FIXED), "fixed-opd": Step("opd", "fixed-sft")}
+        steps |= {"fixed-rl": Step("rl", "hsa-opd", FIXED)}
+    for dimension in cfg.leave_out:
+        steps |= chain(without(dimension), "--leave-out", dimension)
+    return steps
+
+
+def without(dimension: str) -> str:
+    return f"-no-{dimension}"
+
+
+def tables(cfg: Config) -> dict[str, dict[str, str]]:
+    """Heading -> the rows under it: label -> step. What a plan evaluates is what stands in a table."""
+    shown = ROWS if cfg.ablate else {label: ROWS[label] for label in ("Base", HAT)}
+    out = {"Ablation" if cfg.ablate else "HAT": shown}
+    if cfg.leave_out:
+        out["One dimension of HSA left out"] = {"HAT": "hat"} | {
+            f"without {d}": "hat" + without(d) for d in cfg.leave_out
+        }
+    return out
+
+
+def words(cfg: Config, seed: int, name: str, step: Step, place: Path) -> list[str]:
+    """Command line of a step; `place` holds the run directories of this seed."""
+    model = cfg.model if step.after == BASE else str(place / step.after / "model")
+    out = ["--config", cfg.config, "--device", cfg.device, "--seed", str(seed)]
+    out += ["--model", model, "--out", str(place / name), *step.options]
+    out += ["--teacher", cfg.model] if step.stage == "opd" else ["--harness", cfg.harness, "--world", cfg.world]
+    return out + shlex.split(getattr(cfg, step.stage))
+
+
+def eval_words(cfg: Config, model: str, out: Path) -> list[str]:
+    return ["--config", cfg.config, "--device", cfg.device, "--model", model, "--out", str(out), *shlex.split(cfg.eval)]
+
+
+def refuse(cfg: Config) -> None:
+    """BadInput for what a stage would refuse to parse, an hour from now."""
+    for dimension in cfg.leave_out:
+        if dimension not in DIMENSIONS:
+            raise BadInput(
+                f"--leave-out: '{dimension}' is none of {', '.join(DIMENSIONS)}{closest(dimension, DIMENSIONS)}"
+            )
+    if not cfg.seeds:
+        raise BadInput("--seeds: give at least one")
+    for stage in STAGES:
+        try:
+            given = shlex.split(getattr(cfg, stage))
+        except ValueError as error:
+            raise BadInput(f"--{stage}: {getattr(cfg, stage)!r}: {error}") from None
+        if ours := OURS & {word.partition("=")[0].replace("_", "-") for word in given}:
+            raise BadInput(f"--{stage}: {', '.join(sorted(ours))} of a stage is set by hat.py")
+    lines = [("eval", eval_words(cfg, cfg.model, Path("x")))]
+    lines += [(step.stage, words(cfg, 0, name, step, Path("x"))) for name, step in plan(cfg).items()]
+    for stage, line in lines:
+        try:
+            parse(STAGES[stage].Config, STAGES[stage].PRESETS, line)
+        except BadInput as error:
+            raise BadInput(f"{stage}.py: {error}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running it
+
+
+@contextmanager
+def timed(path: Path, name: str, ranks: Dist) -> Iterator[None]:
+    """Add the seconds of the block to `name` in a JSON file, however the block ends."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        if ranks.rank == 0:
+            times = read_json(path) if path.exists() else {}
+            times[name] = round(times.get(name, 0.0) + time.perf_counter() - start, 1)
+            write_json(path, times)
+
+
+def perform(cfg: Config, record: Run, ranks: Dist) -> None:
+    """Run every stage and evaluation of the plan that is not there yet, seed after seed."""
+    clock, evaluated = record.dir / "times.json", {step for rows in tables(cfg).values() for step in rows.values()}
+
+    def rate(model: str, out: Path, name: str) -> None:
+        if not out.exists():
+            record.say(f"== {name}, evaluation")
+            with timed(clock, f"{name}, evaluation", ranks):
+                evaluation.main(eval_words(cfg, model, out))
+
+    rate(cfg.model, record.dir / BASE / "eval.json", BASE)
+    for seed in cfg.seeds:
+        place = record.dir / f"seed-{seed}"
+        for name, step in plan(cfg).items():
+            if not (place / name / "model").is_dir():
+                line = words(cfg, seed, name, step, place)
+                line += ["--resume"] if (place / name / "config.json").exists() else []
+                ranks.barrier()  # all have looked before one begins to write
+                record.say(f"== seed {seed}, {name}: {step.stage}.py {shlex.join(line)}")
+                with timed(clock, f"seed {seed}, {name}", ranks):
+                    STAGES[step.stage].main(line)
+                ranks.barrier()
+            if name in evaluated:
+                rate(str(place / name / "model"), place / name / "model" / "eval.json", f"seed {seed}, {name}")
+                ranks.barrier()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tables
+
+Means = dict[str, list[float]]  # column -> a value for each seed
+
+
+def numbers(result: dict) -> dict[str, float]:
+    """The cells of one result of eval.py; columns that it has not are absent."""
+    cells = {column: x["mean"] for column, x in result["scores"].items() if x}
+    if result.get("gap"):
+        cells["T1 - T2"] = result["gap"]["mean"]
+    thought = result["details"].get("T1", {})
+    return cells | {
+        f"think/{s}": thought[f"think/{s}"] for s in ("tool", "reply") if thought.get(f"think/{s}") is not None
+    }
+
+
+COLUMNS = ("T1", "T2", "T1 - T2", "T3-tool", "T3-prompt", "T4-P", "T4-I", "think/tool", "think/reply")
+
+
+def gather(cfg: Config, root: Path, rows: dict[str, str]) -> dict[str, Means]:
+    """Label -> column -> the values of all seeds, from the eval.json files. The base is the same for every seed."""
+    found = {}
+    for label, step in rows.items():
+        places = [root / BASE] if step == BASE else [root / f"seed-{seed}" / step for seed in cfg.seeds]
+        each = [numbers(evaluation.load_result(str(place))) for place in places]
+        found[label] = {c: [cells[c] for cells in each] for c in COLUMNS if all(c in cells for cells in each)}
+    return found
+
+
+def cell(values: list[float] | None) -> str:
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread}"
+
+
+def table(found: dict[str, Means]) -> list[list[str]]:
+    """Heading and a row for each label, of the columns that any has."""
+    columns = [c for c in COLUMNS if any(c in means for means in found.values())]
+    return [["", *columns], *([label, *(cell(means.get(c)) for c in columns)] for label, means in found.items())]
+
+
+def markdown(rows: list[list[str]]) -> list[str]:
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return [head, "|" + "---|" * len(rows[0]), *body]
+
+
+def effects(found: dict[str, Means]) -> list[str]:
+    """The report's effects, each with what was measured: a line for each whose rows and columns are there."""
+
+    def of(label: str, *columns: str) -> float:
+        return statistics.mean(statistics.mean(found[label][c]) for c in columns)
+
+    t4, think = ("T4-P", "T4-I"), ("think/tool", "think/reply")
+    claims = [
+        ("Fixed-SFT loses from T1 to T2", 3.0, lambda: of("Fixed-SFT", "T1") - of("Fixed-SFT", "T2")),
+        ("HAT does not: T2 less T1", -1.0, lambda: of(HAT, "T2") - of(HAT, "T1")),
+        ("Fixed-SFT loses T4, against the base", 5.0, lambda: of("Base", *t4) - of("Fixed-SFT", *t4)),
+        ("HAT does not: T4 less that of the base", 0.0, lambda: of(HAT, *t4) - of("Base", *t4)),
+        (
+            "OPD gives Fixed-SFT back half of that, and more by",
+            0.0,
+            lambda: of("Fixed-SFT+OPD", *t4) - (of("Fixed-SFT", *t4) + of("Base", *t4)) / 2,
+        ),
+        (
+            "RL under one harness loses T3-prompt",
+            0.1,
+            lambda: of("HSA-SFT+OPD", "T3-prompt") - of("+Fixed-RL", "T3-prompt"),
+        ),
+        (
+            "HSA-RL does not: T3-prompt after less before",
+            0.0,
+            lambda: of(HAT, "T3-prompt") - of("HSA-SFT+OPD", "T3-prompt"),
+        ),
+        ("HSA-RL reasons shorter, tokens per state", 0.1, lambda: of("HSA-SFT+OPD", *think) - of(HAT, *think)),
+        ("without losing score: T1 after less before", 0.0, lambda: of(HAT, "T1") - of("HSA-SFT+OPD", "T1")),
+    ]
+    lines = []
+    for what, least, measure in claims:
+        try:
+            value = measure()
+        except KeyError:  # a row or a column that this run has not
+            continue
+        lines.append(f"{'yes' if value >= least else 'no':3}  {value:+6.1f}, expected at least {least:+.1f}: {what}")
+    return lines
+
+
+def report(cfg: Config, root: Path) -> tuple[str, str]:
+    """All tables, effects and times, as text and as Markdown."""
+    text, marked = [], []
+    for heading, rows in tables(cfg).items():
+        found = gather(cfg, root, rows)
+        cells, seen = table(found), effects(found)
+        spread = " ± standard deviation" if len(cfg.seeds) > 1 else ""
+        seeds = f"{heading}: mean{spread} of seeds {', '.join(map(str, cfg.seeds))}"
+        text += [seeds, "", *evaluation.grid(cells), "", *seen, *[""] * bool(seen)]
+        marked += [seeds, "", *markdown(cells), "", *(f"- {line}" for line in seen), *[""] * bool(seen)]
+    times = [[name, f"{seconds / 60:.1f} min"] for name, seconds in read_json(root / "times.json").items()]
+    total = sum(read_json(root / "times.json").values())
+    times.append(["all of it", f"{total / 60:.1f} min"])
+    return "\n".join(text + evaluation.grid(times)), "\n".join(marked + markdown([["step", "time"], *times])) + "\n"
+
+
+def main(argv: list[str]) -> None:
+    cfg = parse(Config, PRESETS, argv, __doc__)
+    refuse(cfg)
+    ranks = dist(None if cfg.device == "auto" else cfg.device)
+    record = Run(cfg.out, cfg, cfg.resume, f"runs/hat-{cfg.config}", ranks, ("seeds", "ablate", "leave_out"))
+    perform(cfg, record, ranks)
+    if ranks.rank == 0:
+        text, marked = report(cfg, record.dir)
+        write_text(record.dir / "table.md", marked)
+        record.say(f"\n{text}\n\n{marked}\n{record.dir}: table.md, seed-*/*/model, times.json")
+
+
+if __name__ == "__main__":
+    cli(main)
