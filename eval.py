@@ -25,15 +25,15 @@ Left out: judges (facts need none), more than one rollout per item, corrections 
 
 import json
 import math
-import os
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
+from curves import plot
 from common import ALONE, BadInput, Dist, cli, closest, code_version, dist, option, parse
-from common import read_json, read_text, seed_of, write_text
+from common import read_json, seed_of, write_text
 
 import numpy as np
 import torch
@@ -376,49 +376,6 @@ def compare(paths: list[str]) -> str:
     return "\n".join(lines + warning("\n".join(lines)))
 
 
-def plot(run_dir: str | Path) -> Path:
-    """All curves of metrics.jsonl -> curves.png: a panel for the rewards, one for each prefix/, one for what is left.
-
-    An evaluation is drawn with dots, in the panel and the colour of what it evaluates.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    source, panels = Path(run_dir) / "metrics.jsonl", {}
-    for n, line in enumerate(read_text(source).split("\n")[:-1], 1):  # a line without an end is still being written
-        try:
-            row = json.loads(line)
-            step = row.pop("step")
-        except (ValueError, LookupError, AttributeError, TypeError):
-            raise BadInput(f"{source}:{n}: not a row of metrics, a JSON object with a step") from None
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                bare = name.removeprefix("eval/")
-                panel = "reward" if bare in REWARDS else bare.partition("/")[0]
-                panels.setdefault(panel, {}).setdefault(name, []).append((step, value))
-    if not panels:
-        raise BadInput(f"{source}: no row of metrics in it")
-    rows = -(-len(panels) // 3)
-    figure, axes = pyplot.subplots(rows, 3, figsize=(14, 3 * rows), layout="constrained")
-    for place, (panel, curves) in zip(axes.flat, panels.items()):
-        colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(n.removeprefix("eval/") for n in curves))}
-        for name, curve in curves.items():
-            style = "o--" if name.startswith("eval/") or len(curve) == 1 else "-"
-            place.plot(*zip(*curve), style, label=name, color=colours[name.removeprefix("eval/")])
-        place.set(title=panel, xlabel="step")
-        if len(curves) > 1:
-            place.legend(fontsize="x-small", framealpha=0.5)
-    for place in axes.flat[len(panels) :]:
-        place.remove()
-    path = Path(run_dir) / "curves.png"
-    figure.savefig(temp := path.with_name(".curves.png.tmp"), format="png", dpi=110)
-    os.replace(temp, path)
-    pyplot.close(figure)
-    return path
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the run
 
@@ -472,7 +429,7 @@ def main(argv: list[str]) -> None:
     if command == "plot" and len(rest) != 1 or command == "compare" and not rest:
         raise BadInput(f"{command} takes {'a run' if command == 'plot' else 'runs'}: python eval.py {command} RUN")
     if command in ("plot", "compare"):
-        print(plot(rest[0]) if command == "plot" else compare(rest))
+        print(plot(rest[0], REWARDS) if command == "plot" else compare(rest))
         return
     if command:
         raise BadInput(f"eval.py takes options, or compare, or plot, but no '{command}'")

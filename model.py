@@ -13,6 +13,7 @@ sampled token, a chunk at a time, and is computed again in the backward pass: to
 This file knows Hugging Face models; the stages above it see a `Policy`. Left out: model parallelism (accelerate's).
 """
 
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from transformers import (
 from transformers.utils import logging
 
 from chat import Codec
-from common import BadInput, fsync, no_leftovers
+from common import BadInput, Dist, fsync, no_leftovers
 
 HEAD_CHUNK = 2048  # sampled tokens per LM-head product: 2048 x 248k logits in fp32 are 2 GB
 BUCKET = 128  # lengths are padded to multiples of this: on a CPU each new shape compiles new bf16 kernels
@@ -216,3 +217,26 @@ def _head_logps(head, hidden, target, vocab, temperature, entropy):
     logp = logp.detach()
     spread = -(logp.exp() * logp).sum(-1) if entropy else torch.zeros_like(chosen)
     return torch.stack([chosen, spread], dim=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what every stage does with an optimizer
+
+
+def learning_rate(step: int, steps: int, cfg) -> float:
+    """Of step 1 .. steps: linear warmup times a linear way to lr_end. cfg: lr, warmup (steps), lr_end (fraction)."""
+    decay = 1 - (1 - cfg.lr_end) * (step - 1) / max(1, steps - 1)
+    return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
+
+
+def optimizer_step(model, optimizer, grad_clip: float, ranks: Dist) -> float:
+    """Sum the gradients over all ranks, clip, step; the norm before clipping. grad_clip 0 = no clip.
+
+    A rank without samples takes part all the same. RuntimeError for a norm that is not finite.
+    """
+    for p in model.parameters():
+        p.grad = ranks.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf, error_if_nonfinite=True).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm

@@ -39,13 +39,14 @@ import math
 import os
 import random
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
+from curves import draw
 from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
 
 import torch
@@ -54,10 +55,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from chat import REPLY, Codec, Sample, Trajectory, Turn
+from chat import Trajectory
 from data import general
-from model import Policy, hidden_states, load, pad_batch
+from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch
 from infer import Engine
+from eval import answer, drive
 
 CHUNK = 512  # sampled tokens per LM-head product: 512 x 248k in fp32 are 0.5 GB, and four such live at once (jsd: five)
 
@@ -337,35 +339,17 @@ def prompts_of(prompts: list[list[dict]] | None, step: int, places: range, cfg: 
 # answers
 
 
-def answer(messages: list[dict], codec: Codec, limit: int, seed: int = 0) -> Generator[Turn, Sample, Trajectory]:
-    """The agent loop without a harness: one answer to a plain conversation, of at most `limit` tokens."""
-    t, ids = Trajectory(seed=seed), codec.prompt(messages)
-    t.append_env(ids)
-    sample = yield Turn(ids, messages, limit)
-    t.append_sample(sample, REPLY, codec.think_mask(sample.ids), state=0)
-    t.reply = codec.parse(sample.ids).content
-    t.stop_reason = {"stop": "reply", "error": "error"}.get(sample.finish, "length")
-    return t
-
-
 def collect(engine: Engine, prompts: list[list[dict]] | None, step: int, cfg: Config, ranks: Dist) -> list[Trajectory]:
     """This rank's answers of a step, all in one batch of the engine, under a progress bar."""
     mine, codec = range(ranks.rank, cfg.batch, ranks.world), engine.policy.codec
     seeds = [seed_of(cfg.seed, "answer", step, i) for i in mine]
     asked = prompts_of(prompts, step, mine, cfg)
     loops = [answer(messages, codec, cfg.reply_tokens, seed) for messages, seed in zip(asked, seeds, strict=True)]
-    with tqdm(desc=f"answers {step}", total=len(loops), leave=False, disable=ranks.rank > 0) as bar:
-        return engine.run(loops, seeds, progress=bar.update)
+    return drive(engine, loops, seeds, f"answers {step}", ranks, greedy=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # update
-
-
-def learning_rate(step: int, cfg: Config) -> float:
-    """Of step 1 .. steps: linear warmup times a linear way to lr_end."""
-    decay = 1 - (1 - cfg.lr_end) * (step - 1) / max(1, cfg.steps - 1)
-    return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
 
 
 def update(
@@ -388,12 +372,7 @@ def update(
         columns = token_divergences(student.model, teacher.model, ids, mask, cfg)  # (N, 3)
         (columns[:, 0].sum() / tokens).backward()
         total[1:] += columns.detach().sum(0, dtype=torch.float64)
-    for p in student.model.parameters():  # a rank without tokens takes part all the same
-        p.grad = ranks.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
-    limit = cfg.grad_clip or math.inf
-    norm = torch.nn.utils.clip_grad_norm_(student.model.parameters(), limit, error_if_nonfinite=True).item()
-    optimizer.step()
-    optimizer.zero_grad()
+    norm = optimizer_step(student.model, optimizer, cfg.grad_clip, ranks)
     loss, reverse, spread = (ranks.all_reduce_sum(total)[1:] / tokens).tolist()
     return {"kl": reverse, "loss": loss, "entropy": spread, "grad_norm": norm}
 
@@ -418,7 +397,7 @@ def train_step(step: int, engine: Engine, teacher: Policy, optimizer, prompts, c
     trajectories = collect(engine, prompts, step, cfg, ranks)
     rollout_s = time.perf_counter() - started
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, cfg)
+        group["lr"] = learning_rate(step, cfg.steps, cfg)
     log = update(engine.policy, teacher, optimizer, trajectories, cfg, ranks)
 
     lengths = [sum(t.mask) for t in trajectories]
@@ -426,25 +405,14 @@ def train_step(step: int, engine: Engine, teacher: Policy, optimizer, prompts, c
     counts = torch.tensor([sum(lengths), open_ended, lengths.count(0)], dtype=torch.float64, device=ranks.device)
     tokens, cut, silent = ranks.all_reduce_sum(counts).tolist()
     answers = cfg.batch - silent
-    log |= {"length": tokens / answers, "cut": cut / answers, "silent": int(silent), "lr": learning_rate(step, cfg)}
+    log |= {
+        "length": tokens / answers,
+        "cut": cut / answers,
+        "silent": int(silent),
+        "lr": learning_rate(step, cfg.steps, cfg),
+    }
     log |= {"tokens_per_s": tokens / rollout_s, "rollout_s": rollout_s}
     return log | {"update_s": time.perf_counter() - started - rollout_s}
-
-
-def plot(run_dir: Path):
-    """metrics.jsonl -> kl.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([row["step"] for row in rows], [row["kl"] for row in rows])
-    axes.set(xlabel="step", ylabel="KL(student || teacher), nats per token", ylim=(0, None))
-    figure.savefig(temp := run_dir / ".kl.png.tmp", format="png", dpi=120)
-    os.replace(temp, run_dir / "kl.png")
-    pyplot.close(figure)
 
 
 def main(argv: list[str]):
@@ -483,7 +451,7 @@ def main(argv: list[str]):
 
     if ranks.rank == 0:
         policy.publish(record.dir / "model")
-        plot(record.dir)
+        draw(record.dir, "kl.png", "KL(student || teacher), nats per token", ["kl"])
         record.say(f"{record.dir}: model/, kl.png")
 
 

@@ -102,7 +102,8 @@ class Oracle:
         """Takes in the results of the calls just made; returns what reasoning has to say about failures."""
         notes = []
         # the loader's answers come after those of the fact calls, and are not facts
-        for fact, message in zip(self.sent, [m for m in messages if m["role"] == "tool"], strict=False):
+        results = [m for m in messages if m["role"] == "tool"][: len(self.sent)]
+        for fact, message in zip(self.sent, results, strict=True):
             fact.data, fact.tries = readable(message["content"]), fact.tries + 1
             if fact.data is not None:
                 continue

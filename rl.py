@@ -35,29 +35,30 @@ that the clip silences; fault_recovery = accuracy of rollouts on which a tool fa
 
 import json
 import math
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
+from curves import draw
 from common import checkpoints, load_checkpoint, save_checkpoint, seed_of, write_text
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from chat import REPLY, TOOL, StopReason, Trajectory
+from chat import Trajectory
 from harness import Harness, run
-from sim import NO_FAULTS, Faults, Task, World, make_task, met_fault
-from facts import REWARDS, score
+from sim import NO_FAULTS, Faults, Task, World, make_task
+from facts import REWARDS
 from samples import Dimension, harness_for
-from model import load, pad_batch, token_logps
+from model import learning_rate, load, optimizer_step, pad_batch, token_logps
 from infer import Engine
+from eval import SEGMENTS, collect, gather, summary
+from eval import measure as measure_rollout
 
 # ---------------------------------------------------------------------------------------------------------------------
 # options
@@ -121,7 +122,6 @@ PRESETS = {
 # ---------------------------------------------------------------------------------------------------------------------
 # advantages: numbers of the whole global batch in, one advantage per (trajectory, segment) out. NaN = not scored.
 
-SEGMENTS = {"tool": TOOL, "reply": REPLY}
 # Which reward counts in which segment, and how much. Tool calls get the facts, so accuracy is theirs too.
 REWARD_TABLE = {
     "tool": {"tool": 1.0, "skill": 1.0, "accuracy": 1.0},
@@ -250,41 +250,13 @@ def training_jobs(cfg: Config, world: World, original: Harness, step: int, group
     return jobs
 
 
-def collect(engine: Engine, jobs: list[tuple], what: str, ranks: Dist, greedy: bool = False) -> list[Trajectory]:
-    """Roll out and score the jobs, all in one batch of the engine, under a progress bar named `what`."""
-    loops = [run(harness, task.danmaku, room, engine.policy.codec, seed) for harness, task, room, seed in jobs]
-    with tqdm(desc=what, total=len(jobs), leave=False, disable=ranks.rank > 0) as bar:
-        results = engine.run(loops, [seed for *_, seed in jobs], greedy, bar.update)
-    trajectories = []
-    for (harness, task, _, seed), trajectory in zip(jobs, results, strict=True):
-        # a loop that hung in a tool at its deadline has told nothing: an error, which score leaves unscored
-        trajectory = trajectory or Trajectory(stop_reason="error", harness_commit=harness.commit, seed=seed)
-        trajectory.rewards = score(harness, task, trajectory)
-        trajectories.append(trajectory)
-    return trajectories
-
-
 def measure(trajectory: Trajectory, cfg: Config) -> dict[str, float]:
     """What advantages and log need to know of one trajectory, in numbers, so that ranks can exchange it."""
-    rewards = {name: trajectory.rewards.get(name) for name in REWARDS}
-    row = {f"reward/{name}": math.nan if r is None else r for name, r in rewards.items()}
-    row |= {f"stop/{reason}": trajectory.stop_reason == reason for reason in get_args(StopReason)}
-    row |= {"tokens": sum(trajectory.mask), "fault": met_fault(trajectory)}
+    row = measure_rollout(trajectory)
     for name, segment in SEGMENTS.items():
         think = [sum(trajectory.think[t] for t in where) for s, where in trajectory.states() if s == segment]
-        penalty = sum(think_penalty(n, cfg.think_free, cfg.think_full, cfg.think_penalty) for n in think)
-        row |= {f"states/{name}": len(think), f"think/{name}": sum(think), f"penalty/{name}": penalty}
+        row[f"penalty/{name}"] = sum(think_penalty(n, cfg.think_free, cfg.think_full, cfg.think_penalty) for n in think)
     return row
-
-
-def gather(rows: list[dict], places: list[int], total: int, ranks: Dist) -> dict[str, Tensor]:
-    """The rows of all ranks, each at its place in the global batch, as columns (total,) that every rank holds.
-
-    Rows at one place add up.
-    """
-    table = torch.zeros(total, len(rows[0]), dtype=torch.float64)
-    table[places] = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64)
-    return dict(zip(rows[0], ranks.all_reduce_sum(table.to(ranks.device)).cpu().T, strict=True))
 
 
 def advantages_of(batch: dict[str, Tensor], groups: Tensor, cfg: Config) -> Tensor:
@@ -293,14 +265,6 @@ def advantages_of(batch: dict[str, Tensor], groups: Tensor, cfg: Config) -> Tens
     scored = ~torch.stack(list(rewards.values())).isnan().all(0)
     penalty, states = (torch.stack([batch[f"{what}/{s}"] for s in SEGMENTS], 1) for what in ("penalty", "states"))
     return segment_advantages(rewards, penalty, states > 0, scored & (batch["stop/length"] == 0), groups, cfg.floor)
-
-
-def summary(batch: dict[str, Tensor]) -> dict[str, float]:
-    """Means over what was scored (NaN if nothing was), reasoning tokens per state, and how the rollouts ended."""
-    out = {name: float(batch[f"reward/{name}"].nanmean()) for name in REWARDS}
-    out = {"score": 50 * (out["accuracy"] + out["effectiveness"])} | out
-    out |= {f"think/{s}": float(batch[f"think/{s}"].sum() / batch[f"states/{s}"].sum()) for s in SEGMENTS}
-    return out | {name: int(x.sum()) for name, x in batch.items() if name.startswith("stop/")}
 
 
 def evaluation_task(world: World, i: int) -> Task:
@@ -314,17 +278,13 @@ def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks:
     tasks = [evaluation_task(world, i) for i in mine]
     jobs = [(harness, task, task.open(NO_FAULTS, task.seed), task.seed) for task in tasks]
     trajectories = collect(engine, jobs, "evaluation", ranks, greedy=True)
-    return summary(gather([measure(t, cfg) for t in trajectories], list(mine), cfg.eval_requests, ranks)), trajectories
+    found = summary(gather([measure(t, cfg) for t in trajectories], list(mine), cfg.eval_requests, ranks))
+    del found["fault_recovery"]  # no tool fails here
+    return found, trajectories
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # update
-
-
-def learning_rate(step: int, cfg: Config) -> float:
-    """Of step 1 .. steps: linear warmup times a linear way to lr_end."""
-    decay = 1 - (1 - cfg.lr_end) * (step - 1) / max(1, cfg.steps - 1)
-    return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
 
 
 def update(policy, reference, optimizer, trajectories, advantages, minibatch, cfg: Config, ranks: Dist) -> dict:
@@ -361,12 +321,7 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
             count.update(loss=loss.item(), entropy=entropy.detach().sum().item(), tokens=mask.sum().item())
             if not norms:  # nothing has been updated yet: the ratio must be 1
                 count.update(first=stats["deviation"].sum().item() / cast[k])
-        for p in policy.model.parameters():  # a rank without samples takes part all the same
-            p.grad = ranks.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
-        limit = cfg.grad_clip or math.inf
-        norms.append(torch.nn.utils.clip_grad_norm_(policy.model.parameters(), limit, error_if_nonfinite=True).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(optimizer_step(policy.model, optimizer, cfg.grad_clip, ranks))
     if not norms:
         return {"updates": 0}
     names = ["loss", "first", "entropy", "tokens", *(f"{name}/{s}" for name in ("clipped", "votes") for s in SEGMENTS)]
@@ -408,39 +363,16 @@ def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, 
     order = torch.randperm(cfg.groups, generator=torch.Generator().manual_seed(seed_of(cfg.seed, "minibatch", step)))
 
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, cfg)
+        group["lr"] = learning_rate(step, cfg.steps, cfg)
     minibatch = order[groups] % cfg.minibatches
     own = (trajectories, advantages[places], minibatch[places])
     log = summary(batch) | update(engine.policy, reference, optimizer, *own, cfg, ranks)
 
-    kept, fault = advantages.any(1), batch["fault"] > 0
+    kept = advantages.any(1)
     log |= {"dropped": int((~kept).sum()), "dropped_groups": cfg.groups - len(groups[kept].unique())}
-    log |= {"fault_recovery": float(batch["reward/accuracy"][fault].nanmean()), "lr": learning_rate(step, cfg)}
+    log |= {"lr": learning_rate(step, cfg.steps, cfg)}
     log |= {"tokens_per_s": float(batch["tokens"].sum()) / rollout_s, "rollout_s": rollout_s}
     return log | {"update_s": time.perf_counter() - started - rollout_s}
-
-
-def plot(run_dir: Path):
-    """metrics.jsonl -> reward.png and think_length.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    for picture, label, names in (
-        ("reward.png", "mean reward of the rollouts", REWARDS),
-        ("think_length.png", "reasoning tokens per state", [f"think/{s}" for s in SEGMENTS]),
-    ):
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        for name in names:
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            axes.plot(*zip(*points), label=name.removeprefix("think/")) if points else None
-        axes.set(xlabel="step", ylabel=label)
-        axes.legend()
-        figure.savefig(temp := run_dir / f".{picture}.tmp", format="png", dpi=120)
-        os.replace(temp, run_dir / picture)
-        pyplot.close(figure)
 
 
 def main(argv: list[str]):
@@ -490,7 +422,8 @@ def main(argv: list[str]):
 
     if ranks.rank == 0:
         policy.publish(record.dir / "model")
-        plot(record.dir)
+        draw(record.dir, "reward.png", "mean reward of the rollouts", list(REWARDS))
+        draw(record.dir, "think_length.png", "reasoning tokens per state", [f"think/{s}" for s in SEGMENTS])
         record.say(f"{cfg.eval_requests} unseen requests      before       after")
         for name in ("score", *REWARDS, *(f"think/{s}" for s in SEGMENTS)):
             record.say(f"{name:22} {before[name]:>10.3f}  {after[name]:>10.3f}")

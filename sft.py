@@ -22,7 +22,6 @@ metrics.jsonl, a row per step: loss = nats per trained token; held_out = the sam
 tokens = those with a loss; tokens_per_s = all tokens of the samples, context included and padding not; epoch.
 """
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from tqdm import tqdm
 
 from harness import Harness
 from samples import Options, Row, case_maker, make_samples, sort_out, tell
-from model import Policy, load, pad_batch, token_logps
+from model import Policy, learning_rate, load, optimizer_step, pad_batch, token_logps
 
 BUCKET = 64  # lengths are padded to multiples of this
 
@@ -78,12 +77,6 @@ PRESETS = {
 
 # ---------------------------------------------------------------------------------------------------------------------
 # update
-
-
-def learning_rate(step: int, steps: int, cfg: Config) -> float:
-    """Of step 1 .. steps: linear warmup times a linear way to lr_end."""
-    decay = 1 - (1 - cfg.lr_end) * (step - 1) / max(1, steps - 1)
-    return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
 
 
 def rows_at(step: int, count: int, cfg: Config) -> list[int]:
@@ -135,12 +128,7 @@ def update(policy: Policy, optimizer, rows: list[Row], cfg: Config, ranks: Dist)
         (loss / tokens).backward()
         sums[0] += loss.item() / tokens
     sums[1:] += torch.tensor([sum(len(ids) for ids, _ in kept), len(rows) - len(kept)], device=ranks.device)
-    for p in policy.model.parameters():  # a rank without rows takes part all the same
-        p.grad = ranks.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
-    limit = cfg.grad_clip or math.inf
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), limit, error_if_nonfinite=True).item()
-    optimizer.step()
-    optimizer.zero_grad()
+    norm = optimizer_step(policy.model, optimizer, cfg.grad_clip, ranks)
     loss, read, skipped = ranks.all_reduce_sum(sums).tolist()
     return {"loss": loss, "grad_norm": norm, "tokens": tokens, "read": int(read), "skipped": int(skipped)}
 

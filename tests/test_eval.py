@@ -673,7 +673,7 @@ def test_plot_draws_every_curve(tmp_path, monkeypatch):
 
     draw = Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda self, *w, **k: drawn.append((k["label"], *w)) or draw(self, *w, **k))
-    path = ev.plot(tmp_path)
+    path = ev.plot(tmp_path, ev.REWARDS)
     assert path.read_bytes().startswith(b"\x89PNG") and sorted(p.name for p in tmp_path.iterdir()) == [
         "curves.png",
         "metrics.jsonl",
@@ -687,7 +687,7 @@ def test_plot_draws_every_curve(tmp_path, monkeypatch):
     assert curves.keys() == {k for row in rows for k in row} - {"step", "note"}
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
     with pytest.raises(BadInput, match="metrics.jsonl:1: not a row of metrics"):
-        ev.plot(tmp_path)
+        ev.plot(tmp_path, ev.REWARDS)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(BadInput, match="no row of metrics"):
-        ev.plot(tmp_path)
+        ev.plot(tmp_path, ev.REWARDS)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import opd
-from chat import Sample, Trajectory
+from chat import Codec, Sample, Trajectory
 from common import BadInput
 from model import create, load, pad_batch, token_logps
 
@@ -336,7 +336,7 @@ def test_a_step_without_a_token_is_refused(student, teacher):
 
 def test_learning_rate_by_hand():
     cfg = config(lr=1.0, warmup=2, steps=5, lr_end=0.2)
-    rates = [opd.learning_rate(step, cfg) for step in range(1, 6)]
+    rates = [opd.learning_rate(step, cfg.steps, cfg) for step in range(1, 6)]
     assert rates == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])
 
 
@@ -349,7 +349,7 @@ def altered(policy, **changes):
     tokenizer = copy.deepcopy(policy.tokenizer)
     for name, value in changes.items():
         setattr(tokenizer, name, value)
-    return opd.Policy(policy.model, tokenizer, opd.Codec(tokenizer), "other")
+    return opd.Policy(policy.model, tokenizer, Codec(tokenizer), "other")
 
 
 def test_the_same_tokenizer_passes(student, teacher):
@@ -394,7 +394,7 @@ def test_another_thinking_switch_is_refused(student):
         opd.compare(open_, altered(student, chat_template=None))
     for options in ({"calls": "xml"}, {"thinking": False}):
         other = altered(student)
-        other.codec = opd.Codec(other.tokenizer, **options)
+        other.codec = Codec(other.tokenizer, **options)
         with pytest.raises(BadInput, match="thinking switch"):
             opd.compare(student, other)
     with pytest.raises(BadInput, match="other: its chat template cannot render"):

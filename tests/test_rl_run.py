@@ -22,8 +22,9 @@ import common
 import pytest
 import torch
 
+import eval as evaluation
 import rl
-from chat import Sample, Turn
+from chat import REPLY, TOOL, Sample, Turn
 from oracle import teach
 
 SEEDED = (
@@ -44,9 +45,9 @@ def fake_score(harness, task, t):
     where = [i for i, sampled in enumerate(t.mask) if sampled]
     half = where[: len(where) // 2]
     for i in half:
-        t.segment[i], t.state[i] = rl.TOOL, 0
+        t.segment[i], t.state[i] = TOOL, 0
     for i in where[len(half) :]:
-        t.segment[i], t.state[i] = rl.REPLY, 1
+        t.segment[i], t.state[i] = REPLY, 1
     for i in half[: 1 + t.ids[where[0]] % len(half)]:
         t.think[i] = 1
     t.stop_reason = "reply"
@@ -56,7 +57,7 @@ def fake_score(harness, task, t):
 
 
 def child(argv):
-    rl.score = fake_score
+    evaluation.score = fake_score
     rl.main(argv)
 
 
@@ -77,7 +78,7 @@ def whole(flags, tmp_path_factory):
     """The directory of a run of four steps that nothing interrupted."""
     out = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl, "score", fake_score)
+        patch.setattr(evaluation, "score", fake_score)
         rl.main([*flags, "--steps", "4", "--out", str(out)])
     return out
 
@@ -123,7 +124,7 @@ def gradient(policy, advantages=ADVANTAGES, minibatch=(0,) * 5, reference=None, 
     for i, n in enumerate((3, 140, 40, 7, 9)):
         ids = [(17 * i + 5 * j) % 250 for j in range(n + 4)]
         half, mask = n // 2, [0] * 4 + [1] * n
-        segment = [0] * 4 + [rl.TOOL] * half + [rl.REPLY] * (n - half)
+        segment = [0] * 4 + [TOOL] * half + [REPLY] * (n - half)
         logps, state = [-7.8 * m for m in mask], [-1] * 4 + [0] * half + [1] * (n - half)
         trajectories.append(rl.Trajectory(ids, mask, logps, segment, [0] * len(ids), state))
     options = dict(minibatches=1, micro=5, grad_clip=0, clip_tool=(0.9, 9), clip_reply=(0.9, 9)) | options
@@ -245,7 +246,7 @@ def test_a_tool_that_hangs_is_an_unscored_error(flags, policy, monkeypatch):
                 return end.value
 
     jobs[0][2].call = lambda *_: time.sleep(4)
-    monkeypatch.setattr(rl, "run", hears)
+    monkeypatch.setattr(evaluation, "run", hears)
     engine = rl.Engine(policy, slots=2, deadline_s=0.5)
     stuck, fine = rl.collect(engine, jobs, "rollouts", common.ALONE)
     assert engine.stats["stuck"] == 1 and stuck.stop_reason == "error" and stuck.harness_commit == harness.commit
@@ -263,7 +264,7 @@ def test_a_stop_within_the_first_evaluation_is_saved_too(flags, whole, tmp_path)
         return evaluate(*words)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl, "score", fake_score)
+        patch.setattr(evaluation, "score", fake_score)
         patch.setattr(rl, "evaluate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rl.main(words)
@@ -295,7 +296,7 @@ def test_kill_and_resume_bit_for_bit(flags, whole, tmp_path):
     process.kill()
     process.communicate()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl, "score", fake_score)
+        patch.setattr(evaluation, "score", fake_score)
         rl.main([*words, "--resume"])
     assert seeded(out) == seeded(whole)
     weights = "model/model.safetensors"
