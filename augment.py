@@ -40,7 +40,7 @@ from typing import Any, Literal
 
 from common import BadInput, cli, option, parse, seed_of
 from parts import LOAD_SKILL, Skill
-from checks import Deny, Hook, Moment
+from checks import Deny, Hook, Moment, broken_rule
 from harness import Harness, assemble
 from reword import BULLETS, IDENTIFIER, LINE, PLACEHOLDER, SENTENCE, STEP, STIFF, Bank, Endpoint, Rewriter
 from reword import bank, language, mention, new_name, plain_rule, unfaithful
@@ -514,16 +514,9 @@ def confirm(m: Moment, pattern: str = "") -> Deny | None:
 
 def skill_rules(m: Moment) -> Deny | None:
     """The reply keeps the checkable rules of the reply skill that was loaded last."""
-    skill, said = next((s for s in reversed(m.loaded) if s.kind == "reply"), None), m.subject.strip()
-    keeps = {
-        "opening": said.startswith,
-        "closing": said.rstrip("。！!.~～ ").endswith,
-        "must_say": said.__contains__,
-        "must_not_say": lambda value: value not in said,
-        "max_chars": lambda value: len(said) <= int(value),
-    }
-    rules = [(key, str(value)) for key, value in (skill.rules if skill else {}).items() if key in keeps]
-    return next((Deny(value) for key, value in rules if not keeps[key](value)), None)
+    skill = next((s for s in reversed(m.loaded) if s.kind == "reply"), None)
+    broken = broken_rule(m.subject.strip(), skill.rules if skill else {})
+    return Deny(broken) if broken else None
 
 
 CORRECTIONS = {  # kind -> (check, params, states and retries that a right policy spends on it)

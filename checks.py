@@ -38,6 +38,18 @@ MARKUP = re.compile(
 TERM = re.compile(r"[A-Za-z][A-Za-z0-9]*|\d+(?:\.\d+)?")
 
 
+def broken_rule(reply: str, rules: dict) -> str:
+    """The value of the first rule of a skill (parts.RULES) that a reply does not keep; empty if it keeps them all."""
+    keeps = {
+        "opening": reply.startswith,
+        "must_say": reply.__contains__,
+        "must_not_say": lambda value: value not in reply,
+        "closing": reply.rstrip("。！!.~～ ").endswith,
+        "max_chars": lambda value: len(reply) <= int(value),
+    }
+    return next((str(rules[key]) for key in keeps if key in rules and not keeps[key](str(rules[key]))), "")
+
+
 def terms_of(text: str) -> list[str]:
     """The numbers and Latin words of a text, SPF50 being one word: what a reply may not make up."""
     return TERM.findall(text)

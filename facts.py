@@ -25,7 +25,7 @@ from functools import lru_cache
 from common import cli, parse
 from chat import Trajectory
 from parts import LOAD_SKILL
-from checks import terms_of
+from checks import broken_rule, terms_of
 from harness import Harness
 from sim import ROUTES, Ask, Task, World, readable, same_call, wanted
 from oracle import Config, demo
@@ -62,7 +62,7 @@ def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
         reply, read = _own_words(task.world, t.reply, rules), _read(made)
         answered = [_answers(task, ask, reply, fate) for ask, fate in zip(task.asks, fates)]
         accuracy = float(any(answered) and _truthful(task, reply, read, fates))
-        perfect = all(answered) and keeps_rules(t.reply, rules) and not _unasked(task, reply, read)
+        perfect = all(answered) and not broken_rule(t.reply, rules) and not _unasked(task, reply, read)
         effectiveness = 1.0 if perfect else 0.5 if any(answered) else 0.0
     return {"accuracy": accuracy, "effectiveness": effectiveness, "tool": tool, "skill": skill}
 
@@ -138,17 +138,6 @@ def _own_words(w: World, reply: str, rules: dict) -> str:
     for pattern, word in w["synonym"].items():
         reply = re.sub(pattern, word, reply)
     return reply
-
-
-def keeps_rules(reply: str, rules: dict) -> bool:
-    """Whether a reply keeps the checkable rules of a skill."""
-    return (
-        reply.rstrip("。！!.~～ ").endswith(str(rules.get("closing", "")))
-        and reply.startswith(str(rules.get("opening", "")))
-        and str(rules.get("must_say", "")) in reply
-        and ("must_not_say" not in rules or str(rules["must_not_say"]) not in reply)
-        and len(reply) <= int(rules.get("max_chars", 10**9))
-    )
 
 
 def _answers(task: Task, ask: Ask, reply: str, fate: str) -> bool:

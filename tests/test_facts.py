@@ -8,7 +8,8 @@ import pytest
 
 from chat import Call, Message, Sample
 from data.random_harness import random_harness
-from facts import REWARDS, by_link, keeps_rules, says, score
+from checks import broken_rule
+from facts import REWARDS, by_link, says, score
 from harness import run
 from parts import LOAD_SKILL, Skill
 from sim import COUPON, FAQ, INFO, SHIPPING, STOCK, Ask, make_task
@@ -156,10 +157,10 @@ def test_rules_of_the_skill_are_half():
 
 def test_rules_are_those_of_the_harness_in_force():
     rules = {"opening": "亲", "closing": "呀", "must_say": "放心拍", "must_not_say": "最便宜", "max_chars": 12}
-    assert keeps_rules("亲，1号放心拍呀。", rules)
+    assert not broken_rule("亲，1号放心拍呀。", rules)
     for reply in ("1号放心拍呀", "亲，1号放心拍", "亲，1号呀", "亲，最便宜放心拍呀", "亲，放心拍" + "啊" * 9 + "呀"):
-        assert not keeps_rules(reply, rules), reply
-    assert keeps_rules("随便", {})
+        assert broken_rule(reply, rules), reply
+    assert not broken_rule("随便", {})
 
 
 def test_one_of_two_asks_is_half():
