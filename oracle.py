@@ -101,9 +101,10 @@ class Oracle:
     def _read(self, messages: list[dict]) -> str:
         """Takes in the results of the calls just made; returns what reasoning has to say about failures."""
         notes = []
-        # the loader's answers come after those of the fact calls, and are not facts
-        results = [m for m in messages if m["role"] == "tool"][: len(self.sent)]
-        for fact, message in zip(self.sent, results, strict=True):
+        results = [m for m in messages if m["role"] == "tool"]
+        # not strict: the loader's answers come after those of the fact calls and are no facts; and of a message that
+        # was cut on its way, fewer calls than were sent have an answer
+        for fact, message in zip(self.sent, results, strict=False):
             fact.data, fact.tries = readable(message["content"]), fact.tries + 1
             if fact.data is not None:
                 continue
