@@ -49,9 +49,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 # Waiting OpenMP threads spin. On shared cores the spinner takes the core from the very thread it waits for, and all is
-# up to ten times slower. The runtimes read these once, when torch is loaded; a value that the user has set stays.
-os.environ.setdefault("KMP_BLOCKTIME", "0")  # Intel's and LLVM's runtime
+# up to ten times slower; a thread that sleeps at once costs 0.1 ms to wake, more than most products of a small model.
+# So they spin for some ten microseconds and then sleep. The runtimes read these once, when torch is loaded; a value
+# that the user has set stays.
+os.environ.setdefault("KMP_BLOCKTIME", "0")  # Intel's and LLVM's runtime: whole milliseconds, so not at all
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # GNU's runtime
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # which this overrules
 
 T = TypeVar("T")
 KEEP = 2  # checkpoints kept: the newest, and one to go back to should a disk have spoiled it

@@ -139,9 +139,9 @@ def test_cli_lets_a_bug_be_seen_and_a_closed_pipe_pass(tmp_path):
 
 
 def test_importing_common_quiets_openmp_and_respects_the_user():
-    code = "import os, common; print(os.environ['KMP_BLOCKTIME'], os.environ['OMP_WAIT_POLICY'])"
-    plain = {k: v for k, v in os.environ.items() if k not in ("KMP_BLOCKTIME", "OMP_WAIT_POLICY")}
-    for env, expected in ((plain, "0 PASSIVE"), (plain | {"KMP_BLOCKTIME": "7"}, "7 PASSIVE")):
+    code = "import os, common; print(*(os.environ[k] for k in ('KMP_BLOCKTIME', 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')))"
+    plain = {k: v for k, v in os.environ.items() if k not in ("KMP_BLOCKTIME", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    for env, expected in ((plain, "0 PASSIVE 10000"), (plain | {"KMP_BLOCKTIME": "7"}, "7 PASSIVE 10000")):
         out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True).stdout
         assert out.strip() == expected
 
