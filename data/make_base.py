@@ -1,10 +1,12 @@
-"""Pre-trains the base model of the small world from scratch: general instructions, then dialogues under random harnesses.
+"""Pre-trains the base model of the small world from scratch: echoes, general instructions, dialogues under random harnesses.
 
     loss = - sum_t m_t log p(y_t | y_<t) / sum_t m_t        m_t = 1 on what an assistant says (one denominator per step)
 
 A base must be able to *read* a harness without knowing any: every dialogue shows another one, with its own names, descriptions,
-order, headings and rule values. Copying unfamiliar names is the slow part, so the first `warm` steps are mostly short look-up and
-copy tasks; the decay of the learning rate matters as much as the steps (most of the accuracy comes in its last quarter).
+order, headings and rule values. So it must copy what it has never seen. Dialogues teach that very slowly; before the first step
+stands a prelude of echoes: random tokens said twice, FEW different ones at first: some more than the width has dimensions are enough
+to learn, for all tokens, what comes after the last one like this. The decay of the learning rate matters as much as the steps (most
+of the accuracy comes in its last quarter).
 
 Samples are made once by worker processes and kept in a cache file; a step is `micro` micro-batches of about `tokens` tokens, each
 of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as packing on a CPU, and
@@ -19,6 +21,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -70,14 +73,15 @@ class Config:
     max_length: int = option(1280, "tokens; longer samples are left out, and counted", min=1, max=2048)
     workers: int = option(2, "processes that make samples")
     # training
-    steps: int = option(9000, "optimizer steps", min=1)
-    warm: int = option(1500, "first steps, with warm_shares")
+    steps: int = option(6000, "optimizer steps", min=1)
+    prelude: int = option(600, "steps in which echoes of few tokens must be learned; 0 = no prelude", min=0)
+    warm: int = option(1000, "first steps, with warm_shares")
     warm_shares: Shares = option((0.5, 0.1, 0.2, 0.2), "of micro-batches: copy, ifeval, routing, dialogue", min=0)
     shares: Shares = option((0.06, 0.12, 0.22, 0.6), "the same after the first `warm` steps", min=0)
     micro: int = option(2, "micro-batches per step")
     tokens: int = option(2560, "tokens per micro-batch, padding included")
-    lr: float = option(2e-3, "peak, after 50 steps; decays linearly to a tenth")
-    weight_decay: float = option(0.05, "of matrices")
+    lr: float = option(3e-3, "peak, after 50 steps; decays linearly to a tenth")
+    weight_decay: float = option(0.05, "of AdamW")
     clip: float = option(1.0, "gradient norm")
     # bookkeeping
     log_every: int = option(20, "steps between rows of losses")
@@ -87,11 +91,26 @@ class Config:
 
 TINY = dict(hidden=64, heads=2, kv_heads=1, layers=2, ffn=128, copies=200, instructions=200, held_out=8)
 TINY |= dict(
-    routings=40, dialogues=40, steps=4, warm=2, micro=2, tokens=1280, log_every=1, eval_every=4, save_every=2, workers=1
+    prelude=2,
+    routings=40,
+    dialogues=40,
+    steps=4,
+    warm=2,
+    micro=2,
+    tokens=1280,
+    log_every=1,
+    eval_every=4,
+    save_every=2,
+    workers=1,
 )
 PRESETS = {"small": {}, "tiny": TINY}
 SOURCES = ("copy", "ifeval", "routing", "dialogue")
 HELD_OUT = (*SOURCES, "original")  # accuracy is also measured under the original harness, which the base never sees
+FEW = 200  # different tokens in the first echoes
+ECHO = 2048  # tokens of a step of the prelude
+ATTEMPTS = 8
+LEARNED = (0.5, 1.0)  # mean loss at which they become all tokens, and at which the prelude ends
+SHARP = 2.0  # weights of the norms of queries and keys at the start
 LENGTHS = [*range(32, 129, 16), *range(160, 257, 32), *range(320, 1025, 64), 1280, 1536, 2048]
 SAID, THOUGHT = 1, 2  # mask values; reasoning is trained but not scored: its wording is free
 
@@ -254,14 +273,40 @@ def generate(config, counts, cache, chunk=100):
     os.replace(temp, cache)
 
 
+def echo(rng, few, tokens, device):
+    """A micro-batch of echoes: `few` different ids, any of `tokens` in between, and the first ones again, which are trained.
+
+    All its rows have one length, so that short ones, which are learned first, weigh as much as long ones.
+    """
+    n, gap = rng.choice([2, 4, 8, 16, 32]), rng.choice([0, 1, 4, 16, 64])
+    rows = ECHO // (2 * n + gap)
+    first, between = rng.integers(0, few, (rows, n)), rng.integers(0, tokens, (rows, gap))
+    ids = torch.from_numpy(np.concatenate([first, between, first], axis=1)).to(device)  # (B, T)
+    mask = torch.zeros_like(ids)
+    mask[:, n + gap + 1 :] = SAID  # the first of them nothing announces
+    return ids, mask
+
+
 # ----------------------------------------------------------------------------------------------------------------- model
 
 
-def create(config):
-    """A new policy in float32 over the tokenizer that lies in `out`."""
+def create(config, attempt=0):
+    """A new policy in float32 over the tokenizer that lies in `out`.
+
+    Normalised queries and keys of 32 dimensions make logits of at most sqrt(32) = 5.7: too flat to pick one token out of
+    hundreds, so the norms start at SHARP instead of 1. And of those dimensions only the slowly rotating ones can match a
+    token hundreds of places away: at a rotary base of 1e4 these are 10 of the 32, at 1e6 18. LOG.md has what both do.
+    """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.out)
     shape = {"hidden": config.hidden, "layers": config.layers, "heads": config.heads, "kv_heads": config.kv_heads}
-    return policies.create(tokenizer, **shape, ffn=config.ffn, seed=seed_of("base", "init", config.seed))
+    policy = policies.create(
+        tokenizer, **shape, ffn=config.ffn, rope_theta=1e6, seed=seed_of("base", "init", config.seed)
+    )
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
+                weight.fill_(SHARP)
+    return policy
 
 
 def said_logits(model, ids, mask):
@@ -329,6 +374,41 @@ def train_step(model, optimizer, config, batches):
     return sums
 
 
+def adamw(model, config):
+    return torch.optim.AdamW(
+        model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+    )
+
+
+def prelude(config, device):
+    """A new policy that has learned to echo, and a line that says when it did.
+
+    The loss rests on a plateau and falls from it within fifty steps, or never: a matter of luck, so weights that have not
+    learned FEW tokens after `prelude` steps are drawn anew.
+    """
+    for attempt in range(ATTEMPTS):
+        policy = create(config, attempt)
+        model, plain = policy.model.to(device).train(), len(policy.tokenizer) - len(policy.codec.added)
+        optimizer, few, loss, learned = adamw(model, config), FEW, math.inf, []
+        for step in (bar := tqdm(range(1, 3 * config.prelude + 1), f"prelude {attempt + 1}")):
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * min(1.0, step / 50)
+            rng = np.random.default_rng(seed_of("base", "echo", config.seed, attempt, step))
+            batch = ("echo", *echo(rng, few, plain, device))
+            total, n = train_step(model, optimizer, config, [batch])["echo"]
+            loss = total / n if loss == math.inf else 0.95 * loss + 0.05 * total / n
+            bar.set_postfix(tokens=few, loss=f"{loss:.2f}")
+            if loss < LEARNED[len(learned)]:
+                learned.append(step)
+                few, loss = plain, math.inf
+            if len(learned) == len(LEARNED) or (step == config.prelude and not learned):
+                break
+        if learned:
+            break
+    when = f"learned after {' and '.join(map(str, learned))} steps" if learned else "not learned"
+    return policy, f"prelude: echoes were {when}, weights {attempt + 1}"
+
+
 def main(argv):
     config = parse(Config, PRESETS, argv, __doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -337,11 +417,11 @@ def main(argv):
     run = common.Run(config.run, config, config.resume)
     data = make_data(config, run.start)
     sources = [s for s in SOURCES if (s, "train") in data]
+    if config.prelude and not config.init and not run.start:
+        policy, line = prelude(config, device)
+        run.say(line)
     model = policy.model.to(device).train()
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]  # norms are not decayed
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = adamw(model, config)
     run.say(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights, {len(policy.tokenizer)} tokens, {device}"
     )

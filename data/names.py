@@ -8,15 +8,15 @@ All from `rng`; no torch, no files. HAN is also the list of common characters th
 CONSONANTS = "b c d f g h j k l m n p r s t v w z br ch cl dr fl gr kr pl pr sh sk sl st th tr".split()
 VOWELS = "a e i o u a e i o u ai ea ee oo ou".split()
 CODAS = ["", "", "", "n", "r", "l", "m", "s", "t", "k", "x", "nd", "rt", "ng"]
-WORDS = """get find query fetch list show read load check look search open make send ask tell give view scan pull lookup info data
-item items goods product stock store shop price cost money coupon deal sale order cart ship shipping post pack track room live
-link code key name id type size color model brand part unit value status state level score rank user guest client team group
-skill tool plan rule note text word page file table row map tree node point path line card box set pool queue task job step
+WORDS = """get find query fetch list show read load check look search open make send ask tell give view pull lookup info data
+item items goods product stock store shop price money coupon deal sale order cart ship shipping post pack track room live
+link code key name id type size color model brand part unit value status state level score user guest team group
+skill tool plan rule note text page file row map tree node point path line card box set pool queue task job step
 flow talk chat reply answer help guide care after safe fast new old hot top main sub any all one two up down in out by of for
-from with on faq log now day time date city home food book music game sport weather news compare multi intent small service""".split()
-PINYIN = """cha kan wen da kou hui jia ge ku cun fa huo shang pin you quan wu liu ding dan zhi bo jian fang ke hu xiao shou hou
-tui huan bi jiao xin xi mai chu zhao dian ming zi hao ma bao yang li wei si ren mian bei nan dong tian qi zhong guo shu cheng
-lian jie shi jian xun liang duo shao zhe kuai man""".split()
+from with on faq log now day time date city home food book music game sport weather news compare multi intent small""".split()
+PINYIN = """cha kan wen da kou hui jia ge ku cun fa huo shang pin you quan wu ding zhi bo jian fang ke hu xiao hou
+huan bi xin xi chu dian zi ma yang li wei si ren bei dong tian qi zhong shu
+lian jie shi jian liang duo zhe man""".split()
 HAN = """的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里用道行所然家种事成方
 多经么去法学如都同现当没动面起看定天分还进好小部其些主样理心她本前开但因只从想实日军者意无力它与长把机十民第公此已工使情明性
 知全三又关点正业外将两高间由问很最重并物手应战向头文体政美相见被利什二等产或新己制身果加西斯月话合回特代内信表化老给世位次度门

@@ -11,6 +11,7 @@ finds it in one step of attention; the other way round takes two, and a few mill
     python data/random_harness.py --seed 3        prints one random harness with an oracle dialogue in it
 """
 
+import json
 import random
 import sys
 from functools import cache
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from chat import Codec, Message, Trajectory  # noqa: E402
 from common import seed_of  # noqa: E402
-from data.names import HAN  # noqa: E402
+from data import names  # noqa: E402
 from harness import LOAD_SKILL, Harness, assemble  # noqa: E402
 from parts import Skill, Tool  # noqa: E402
 from oracle import call_of, teach, understood  # noqa: E402
@@ -48,10 +49,13 @@ HANZI = "天地玄黄宇宙洪荒日月星辰春夏秋冬东南西北甲乙丙�
 
 
 def random_name(rng: random.Random) -> str:
-    """A name of one of many kinds, without meaning."""
-    kind = rng.choices(["words", "pinyin", "pseudo", "camel", "code", "hanzi"], [5, 2, 3, 1, 1, 1])[0]
+    """A name of one of many kinds, without meaning. A third are made of syllables that need not be a word of any list:
+    what a model has never seen whole can only be copied piece by piece."""
+    kind = rng.choices(["words", "made", "pinyin", "pseudo", "camel", "code", "hanzi"], [4, 5, 1, 1, 1, 1, 1])[0]
     if kind == "words":
-        return "_".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 6])))
+        return "_".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 2, 3, 3, 4])))
+    if kind == "made":
+        return names.name(rng, names.TOOL_KINDS)
     if kind == "pinyin":
         return "_".join(rng.choice(PINYIN) for _ in range(rng.randint(1, 3)))
     if kind == "pseudo":
@@ -59,7 +63,7 @@ def random_name(rng: random.Random) -> str:
     if kind == "camel":
         return rng.choice(WORDS) + "".join(rng.choice(WORDS).capitalize() for _ in range(rng.randint(1, 2)))
     if kind == "code":
-        return rng.choice("abcdefgkmnptxyz") + str(rng.randint(0, 99))
+        return "".join(rng.choices("abcdefgkmnptxyz", k=rng.randint(1, 2))) + str(rng.randint(0, 99))
     return "".join(rng.choices(HANZI, k=rng.randint(2, 4)))
 
 
@@ -81,53 +85,134 @@ MEANING = {
     "compare": "compare versus pick",
     "multi_intent": "multi intent many merged",
 }
-VERBS = ["查", "查询", "看", "获取", "读取", "返回", "拿到", "问"]
+# What a description says: words for the thing, one to three of them joined, in a frame; or all of it said at once.
+JOINTS = ["、", "、", "和", "与", "及", "跟"]
 TOOLS = {
-    "get_product_info_by_link_id": [
-        "商品信息和价格",
-        "名称、价格和参数",
-        "商品详情",
-        "商品价格与属性",
-        "价格、颜色材质等规格",
-        "链接的详细资料",
-    ],
-    "get_inventory": ["库存", "还剩多少件", "库存数量", "有没有货", "剩余件数", "商品存货"],
-    "get_coupon": ["优惠券", "券和到手价", "优惠信息", "可用的券", "折扣和券后价", "商品优惠"],
-    "get_shipping": ["发货信息", "从哪发货、几小时发出", "物流时间", "发货城市和时效", "什么时候发货", "物流"],
-    "search_faq": ["常见问答", "商品问答和退货", "能不能用、能不能退", "问题库", "适用人群和退换", "使用问题与售后"],
-    "get_room_state": ["直播间状态", "当前活动", "直播间的促销", "满减和赠品活动", "房间活动信息", "全场活动"],
-    "load_skill": ["技能内容", "一个技能", "技能说明", "技能全文"],
+    "get_product_info_by_link_id": (
+        ["商品", "名称", "商品名", "价格", "价钱", "规格", "参数", "颜色材质", "属性"],
+        [
+            "商品信息和价格",
+            "名称、价格和参数",
+            "商品详情",
+            "价格、颜色材质等规格",
+            "链接的详细资料",
+            "这是什么、多少钱",
+        ],
+    ),
+    "get_inventory": (
+        ["库存", "件数", "存货", "余量"],
+        ["还剩多少件", "库存数量", "有没有货", "剩余件数", "商品存货", "还有几件可卖"],
+    ),
+    "get_coupon": (
+        ["优惠券", "券", "券后价", "到手价", "折扣", "优惠"],
+        ["券和到手价", "优惠信息", "可用的券", "折扣和券后价", "商品优惠", "用券后多少钱"],
+    ),
+    "get_shipping": (
+        ["发货", "发货地", "发货时间", "物流", "时效", "城市"],
+        ["从哪发货、几小时发出", "物流时间", "发货城市和时效", "什么时候发货", "何地何时寄出"],
+    ),
+    "search_faq": (
+        ["常见问题", "问答", "售后", "退换", "退货", "用法"],
+        ["商品问答和退货", "能不能用、能不能退", "问题库", "适用人群和退换", "使用问题与售后", "能退几天"],
+    ),
+    "get_room_state": (
+        ["活动", "直播间活动", "直播间", "促销", "满减", "赠品"],
+        ["直播间状态", "当前活动", "房间活动信息", "全场活动", "现在有什么活动"],
+    ),
+    "load_skill": (
+        ["技能", "技能内容", "技能正文", "技能说明"],
+        ["一个技能", "技能全文", "技能写了什么"],
+    ),
 }
 SKILLS = {
-    "item_qa": ["商品问题", "介绍商品", "价格库存规格问答", "回答商品怎么样", "讲商品信息", "商品问答"],
-    "price_promo": ["优惠活动", "优惠和满减", "讲优惠券", "活动与折扣", "券和促销问题", "怎么更便宜"],
-    "logistics": ["物流问题", "发货时间", "讲发货", "快递和时效", "什么时候到", "配送问答"],
-    "after_sale": ["售后问题", "退货换货", "退换规则", "不合适怎么办", "售后服务", "退货问答"],
-    "small_talk": ["闲聊", "打招呼和夸奖", "聊天互动", "和观众寒暄", "欢迎和告别", "与商品无关的话"],
-    "compare": ["两个商品对比", "比价", "哪个更划算", "比较价格"],
-    "multi_intent": ["多个问题一起问", "合并的弹幕", "同时回答几个问题", "几条弹幕"],
+    "item_qa": (
+        ["商品", "价格", "规格", "库存", "用法", "产品", "参数"],
+        ["商品问题", "介绍商品", "价格库存规格问答", "商品怎么样", "商品信息", "商品问答"],
+    ),
+    "price_promo": (
+        ["优惠", "活动", "券", "优惠券", "满减", "折扣", "促销"],
+        ["优惠活动", "优惠和满减", "优惠券", "活动与折扣", "券和促销问题", "怎么更便宜"],
+    ),
+    "logistics": (
+        ["发货", "物流", "快递", "配送", "时效", "发货地"],
+        ["物流问题", "发货时间", "快递和时效", "什么时候到", "配送问答", "从哪寄"],
+    ),
+    "after_sale": (
+        ["售后", "退货", "换货", "退换", "退换货"],
+        ["售后问题", "退换规则", "不合适怎么办", "售后服务", "退货问答", "几天能退"],
+    ),
+    "small_talk": (
+        ["闲聊", "问好", "问候", "夸奖", "告别", "寒暄", "聊天"],
+        ["打招呼和夸奖", "聊天互动", "和观众寒暄", "欢迎和告别", "与商品无关的话"],
+    ),
+    "compare": (
+        ["比较", "对比", "比价"],
+        ["两个商品对比", "哪个更划算", "比较价格", "两件商品比一比", "两个链接选一个", "两款之间挑"],
+    ),
+    "multi_intent": (
+        ["多条弹幕", "几条弹幕", "多个问题", "好几个问题"],
+        ["多个问题一起问", "合并的弹幕", "同时回答几个问题", "一次问了好几样", "弹幕一起来了"],
+    ),
 }
-PREFIX = {"reply": ["", "回复", "用于", "回答: "], "strategy": ["策略", "方法: ", "计划: ", "策略: "]}
+FRAMES = {
+    "tool": "查{x} 查询{x} 看{x} 获取{x} 读取{x} 返回{x} 拿到{x} 问{x} 找{x} {x} {x}的接口 想知道{x}就用 {x}用它查 得到{x} {x}查询".split(),
+    "reply": "{x} 回复{x} 用于{x} 回答:{x} 讲{x} 关于{x} 负责{x} {x}怎么说 有人问{x} 观众聊{x} {x}的回法 {x}时加载".split(),
+    "strategy": "策略{x} 方法:{x} 计划:{x} 思路:{x} {x}的办法 {x}时这样做 {x}的顺序 策略:{x}".split(),
+}
 ABOUT = {
-    "item_qa": ["讲清楚是几号，价格报券后的。", "先说链接号，再说答案。", "报链接号和券后价。", "几号链接要说明白。"],
-    "price_promo": ["把优惠和券后价说明白。", "说有多少券、到手多少。", "优惠要讲全。"],
-    "logistics": ["说明发货城市和时间。", "讲从哪发、几小时发出。", "城市和时效都要说。"],
-    "after_sale": ["说明多少天能退。", "讲清退货天数。", "天数要说准。"],
+    "item_qa": [
+        "讲清楚是几号，价格报券后的。",
+        "先说链接号，再说答案。",
+        "报链接号和券后价。",
+        "几号链接要说明白。",
+        "链接号别漏，价格是用券后的。",
+    ],
+    "price_promo": ["把优惠和券后价说明白。", "说有多少券、到手多少。", "优惠要讲全。", "券多少、到手价多少都说。"],
+    "logistics": ["说明发货城市和时间。", "讲从哪发、几小时发出。", "城市和时效都要说。", "哪里寄、多久寄出要说。"],
+    "after_sale": ["说明多少天能退。", "讲清退货天数。", "天数要说准。", "可退的天数要说。"],
     "small_talk": [
         "别讲商品。问好就欢迎，被夸就谢谢，告别就再见。",
         "不聊商品，来的人说欢迎，夸奖说谢谢，走的人说再见。",
+        "商品先不说。欢迎来的，谢谢夸的，送别走的。",
     ],
     "compare": [
         "{tool:get_product_info_by_link_id}查两个商品，再用{skill:item_qa}说哪个便宜。",
         "先对两个链接调用{tool:get_product_info_by_link_id}，比出低价，回复用{skill:item_qa}。",
+        "两边都用{tool:get_product_info_by_link_id}，便宜的报出来，照{skill:item_qa}说。",
     ],
-    "multi_intent": ["每个问题都查，都回答，回复技能看第一条。", "逐条查完一起回答。用第一条对应的回复技能。"],
+    "multi_intent": [
+        "每个问题都查，都回答，回复技能看第一条。",
+        "逐条查完一起回答。用第一条对应的回复技能。",
+        "问几样就查几样、答几样。第一条是什么就用什么技能。",
+    ],
 }
+ENDS = ["句尾", "末尾", "最后", "结尾处", "句子最后", "话的最后"]
 RULES = {
-    "closing": ["句尾加“{closing}”。", "最后一个字是“{closing}”。", "用“{closing}”收尾。", "末尾带“{closing}”。"],
-    "must_say": ["一定要提“{must_say}”。", "别忘了说“{must_say}”。", "要带上“{must_say}”。", "句中加“{must_say}”。"],
-    "must_not_say": ["禁止说“{must_not_say}”。", "不要讲“{must_not_say}”。", "不许提“{must_not_say}”。"],
-    "opening": ["先叫一声“{opening}”。", "第一个词是“{opening}”。", "用“{opening}”开头。"],
+    "closing": [f"{end}{do}“{{closing}}”。" for end in ENDS for do in ("加", "带", "是", "要有", "写")]
+    + [
+        "最后一个字是“{closing}”。",
+        "用“{closing}”收尾。",
+        "“{closing}”放在句尾。",
+        "每句用“{closing}”结束。",
+        "说完加“{closing}”。",
+    ],
+    "must_say": [
+        f"{do}“{{must_say}}”。"
+        for do in "一定要提 别忘了说 要带上 句中加 得说 要讲到 加一句 少不了 提一下 必须带".split()
+    ]
+    + ["“{must_say}”要说到。", "“{must_say}”一定要提。", "“{must_say}”不能漏。"],
+    "must_not_say": [
+        f"{do}“{{must_not_say}}”。" for do in "禁止说 不要讲 不许提 别说 避免说 不能讲 千万别提 不得说".split()
+    ]
+    + ["“{must_not_say}”不能提。", "“{must_not_say}”不许讲。", "“{must_not_say}”要避免。"],
+    "opening": [
+        "先叫一声“{opening}”。",
+        "第一个词是“{opening}”。",
+        "用“{opening}”开头。",
+        "句首是“{opening}”。",
+        "开头先说“{opening}”。",
+    ]
+    + ["一开始叫“{opening}”。", "“{opening}”放在最前。", "以“{opening}”打头。", "开头要有“{opening}”。"],
 }
 VALUES = {
     "closing": list("哈哦呢呀啦哟嘛噢咯呐哒喔"),
@@ -149,7 +234,7 @@ VALUES = {
     "opening": ["亲", "家人们", "朋友们", "姐妹们", "大家", "宝贝", "同学们", "亲爱的"],
 }
 P_RULE = {"closing": 0.85, "must_say": 0.35, "opening": 0.3, "must_not_say": 0.15}
-HEADS = ["# {}", "## {}", "【{}】", "{}:", "== {} ==", "[{}]"]
+HEADS = ["# {}", "## {}", "【{}】", "{}:", "== {} ==", "[{}]", "<{}>", "*** {}", "{} |", "~ {} ~", "“{}”"]
 TITLES = {
     "rules": ["要求", "注意", "守则", "规定"],
     "skills": ["可用技能", "技能列表", "本领", "技能表"],
@@ -168,29 +253,31 @@ LINES = [
     ["最多{max_reply_chars}字，只说纯文字", "回复控制在{max_reply_chars}字内", "长度上限{max_reply_chars}字"],
     ["出错可以再试一次，没权限换别的工具，查不到就直说", "失败重试一次，不行就说暂时查不到"],
 ]
-FORMATS = {
-    "skill": [
-        "{description}: {name}",
-        "- {description} -> {name}",
-        "* {description} | {name}",
-        "{description} = {name}",
-        "- {name}: {description}",
-    ],
-    "tool": [
-        "{description}: {signature}",
-        "- {description} -> {signature}",
-        "* {description} | {signature}",
-        "- {signature}: {description}",
-    ],
-    "link": [
-        "{link_id}号 {name}",
-        "{link_id}. {name}",
-        "[{link_id}] {name}",
-        "{link_id}号链接: {name}",
-        "{name} ({link_id}号)",
-    ],
-    "turn": ["{role}: {text}", "{role}说: {text}", "[{role}] {text}"],
-}
+# Lines of the lists are put together: a bullet, two things, what stands between them. A model that has only seen a name
+# after a space does not find it after a colon: with a few fixed formats the base scored 4 of 100 where this one scores 40.
+BULLETS = ["", "", "", "- ", "* ", "+ ", "> ", "· "]
+BETWEEN = [
+    ": ",
+    "：",
+    ":",
+    " -> ",
+    "->",
+    "=>",
+    " = ",
+    "=",
+    " | ",
+    "|",
+    "，",
+    "；",
+    "; ",
+    " - ",
+    "——",
+    "→",
+    " ~ ",
+    " · ",
+]
+BETWEEN += [" ", "。", "、", " / ", "/", ">>", "，叫", "，用", "：用"]
+AROUND = ["{}"] * 6 + ["[{}]", "「{}」", "({})", "“{}”", "<{}>", "（{}）"]
 CURRENT = [
     "当前 {current_link_id}号",
     "在讲{current_link_id}号",
@@ -212,22 +299,29 @@ PARAMS = {
 EXTRA_TOOLS = ["查天气", "发红包", "查主播资料", "换背景音乐", "查订单号", "统计人数", "翻译文字"]
 EXTRA_SKILLS = ["抽奖流程", "唱歌才艺", "开播问候词", "下播总结", "介绍店铺", "讲段子"]
 MESSAGES = {
-    "skill_loaded": ["还没有加载回复技能", "先加载技能再回复", "缺少回复技能"],
-    "fact_risk": ["“{detail}”查不到依据", "没有查到“{detail}”"],
-    "reply_length": ["太长了，最多{max_reply_chars}字", "超出{max_reply_chars}字"],
+    "known_tool": ["无此工具", "工具名写错了", "没有叫{detail}的工具"],
+    "valid_arguments": ["参数有误: {detail}", "参数填错了，{detail}"],
+    "repeated_call": ["重复查询", "不用再查", "这项查过"],
+    "skill_loaded": ["还没有加载回复技能", "先加载技能再回复", "缺少回复技能", "没有加载回复的技能"],
+    "fact_risk": ["“{detail}”查不到依据", "没有查到“{detail}”", "“{detail}”从哪来的，改掉"],
+    "reply_length": ["太长了，最多{max_reply_chars}字", "超出{max_reply_chars}字", "缩到{max_reply_chars}字"],
+    "reply_format": ["只要纯文字", "去掉标记再说"],
+    "forbidden_claims": ["“{detail}”违规，换个说法", "删掉“{detail}”"],
+    "not_empty": ["没有内容"],
 }
+WRAPS = ["{x}", "{x}", "{x}", "提示：{x}", "[拒绝] {x}", "错误: {x}", '{"error": "{x}"}', "<{x}>"]
 # every character of the pools, for the tokenizer
 CHARACTERS = "".join(c for c in Path(__file__).read_text(encoding="utf-8") if not c.isascii())
 
 
 def random_harness(h: Harness, rng: random.Random) -> Harness:
     """Another harness with the same functions: same ids, everything that is shown drawn anew."""
-    names = {x.name for x in (*h.tools, *h.skills)}  # the shipped ones are never drawn
+    taken = {x.name for x in (*h.tools, *h.skills)}  # the shipped ones are never drawn
 
     def name():
-        while (new := random_name(rng)) in names:
+        while (new := random_name(rng)) in taken:
             pass
-        names.add(new)
+        taken.add(new)
         return new
 
     verb = (
@@ -249,18 +343,18 @@ def random_harness(h: Harness, rng: random.Random) -> Harness:
                 + rng.sample(words, rng.choice([1, 2, 2, 3]))
                 + rng.choices(WORDS, k=rng.choice([0, 0, 0, 1, 2]))
             )
-            if (new := "_".join(new)) not in names:
-                names.add(new)
+            if (new := "_".join(new)) not in taken:
+                taken.add(new)
                 return new
 
     tools = [_tool(t, name_of(t.id, verb), rng) for t in h.tools]
     skills = [_skill(s, name_of(s.id), rng) for s in h.skills]
     if rng.random() < 0.3:
-        tools.append(Tool(f"extra_{len(names)}", name(), rng.choice(EXTRA_TOOLS), {"type": "object", "properties": {}}))
+        tools.append(Tool(f"extra_{len(taken)}", name(), rng.choice(EXTRA_TOOLS), {"type": "object", "properties": {}}))
     if rng.random() < 0.3:
         skills.append(
             Skill(
-                f"extra_{len(names)}",
+                f"extra_{len(taken)}",
                 name(),
                 rng.choice(EXTRA_SKILLS),
                 rng.choice(["reply", "strategy"]),
@@ -289,20 +383,64 @@ def random_harness(h: Harness, rng: random.Random) -> Harness:
     rng.shuffle(system)
     system.insert(0 if rng.random() < 0.7 else rng.randint(0, 4), "role")
     hooks = [type(x)(**vars(x)) for x in h.hooks]
+    wrap = rng.choice(WRAPS)
     for hook in hooks:
-        hook.message = rng.choice(MESSAGES.get(hook.check, [hook.message]))
+        hook.message = wrap.replace("{x}", rng.choice(MESSAGES.get(hook.check, [hook.message])))
     limits = type(h.limits)(**vars(h.limits) | {"max_reply_chars": rng.randint(70, 100)})
-    formats = {k: rng.choice(v) for k, v in FORMATS.items()}
+    formats = {k: random_format(k, rng) for k in ("skill", "tool", "link", "turn")}
     return h.copy(tools=tools, skills=skills, blocks=blocks, system=system, hooks=hooks, limits=limits, formats=formats)
+
+
+def random_format(kind: str, rng: random.Random) -> str:
+    """A line of a list: mostly what is known first, then what is looked for. None of the shipped ones, nor of HSA's."""
+    first, second = {
+        "skill": ("{description}", "{name}"),
+        "tool": ("{description}", "{signature}"),
+        "link": ("{name}", rng.choice(["{link_id}", "{link_id}号", "{link_id}号"])),
+        "turn": ("{role}", "{text}"),
+    }[kind]
+    if kind != "turn" and rng.random() < 0.2:
+        first, second = second, first
+    around = rng.choice(AROUND)
+    if rng.random() < 0.5:
+        first = around.format(first) if kind == "turn" else first
+        second = second if kind == "turn" else around.format(second)
+    text = rng.choice(BULLETS) * (kind != "turn") + first + rng.choice(BETWEEN) + second
+    return random_format(kind, rng) if text in _known_formats() else text
+
+
+@cache
+def _known_formats() -> set[str]:
+    pools = json.loads((ROOT / "data" / "hsa" / "zh.json").read_text(encoding="utf-8"))["formats"].values()
+    return {x for halves in pools for half in halves.values() for x in half} | {*_original().formats.values()}
 
 
 def _tool(t: Tool, name: str, rng: random.Random) -> Tool:
     properties, param_ids = {}, {}
     for shown, schema in t.parameters["properties"].items():
-        new = rng.choice(PARAMS[shown]) if rng.random() < 0.2 else shown
+        new = (
+            rng.choice(PARAMS[shown])
+            if (roll := rng.random()) < 0.2
+            else random_parameter(rng)
+            if roll < 0.3
+            else shown
+        )
         properties[new], param_ids[new] = schema, t.param_ids[shown]
     parameters = {**t.parameters, "properties": properties, "required": list(properties)}
-    return Tool(t.id, name, rng.choice(VERBS) + rng.choice(TOOLS[t.id]), parameters, param_ids)
+    return Tool(t.id, name, described("tool", *TOOLS[t.id], rng), parameters, param_ids)
+
+
+def described(kind: str, things: list[str], wholes: list[str], rng: random.Random) -> str:
+    """One of very many descriptions of a tool (kind "tool") or a skill (its kind), never a shipped one."""
+    what = rng.choice(wholes)
+    if rng.random() < 0.6:
+        what = rng.choice(JOINTS).join(rng.sample(things, rng.choice([1, 2, 2, 3])))
+    text, shipped = rng.choice(FRAMES[kind]).replace("{x}", what), (*_original().tools, *_original().skills)
+    return described(kind, things, wholes, rng) if text in {x.description for x in shipped} else text
+
+
+def random_parameter(rng: random.Random) -> str:
+    return names.name(rng, ["plain", "snake", "letters"])
 
 
 def _skill(s: Skill, name: str, rng: random.Random) -> Skill:
@@ -310,8 +448,7 @@ def _skill(s: Skill, name: str, rng: random.Random) -> Skill:
     body = [rng.choice(ABOUT[s.id]), *(rng.choice(RULES[k]) for k in rules)]
     if s.kind == "reply":
         rng.shuffle(body)
-    description = rng.choice(PREFIX[s.kind]) + rng.choice(SKILLS[s.id])
-    return Skill(s.id, name, description, s.kind, rng.choice(["\n", ""]).join(body), rules)
+    return Skill(s.id, name, described(s.kind, *SKILLS[s.id], rng), s.kind, rng.choice(["\n", ""]).join(body), rules)
 
 
 @cache
@@ -327,7 +464,7 @@ def _original() -> Harness:
 @cache
 def _characters() -> str:
     """Every Han character of the world file and of these pools: what may have to be said must have been said."""
-    text = HAN + CHARACTERS + (ROOT / "data" / "world" / "zh.json").read_text(encoding="utf-8")
+    text = names.HAN + CHARACTERS + (ROOT / "data" / "world" / "zh.json").read_text(encoding="utf-8")
     return "".join(sorted({c for c in text if "\u4e00" <= c <= "\u9fff"}))
 
 
