@@ -16,7 +16,7 @@ depend on the seed alone, so to leave one out (its probability 0) changes nothin
 
 What a text *means* stays. The bank rewords by whole sentences that it knows, by rule key ({closing}, {must_say} ...)
 and, for texts of strangers, word by word outside of quotes, code, links and names; an Endpoint asks a language model.
-Either way `unfaithful` compares numbers, quotes, placeholders, names and negations, and a text that fails stays.
+Either way `unfaithful` compares numbers, quotes, names, negations, bounds and order, and a text that fails stays.
 
     python augment.py show --seed 3 [--harness DIR] [--pool heldout] [--only tool]      before and after, as a diff
     python augment.py show --endpoint http://localhost:8000/v1 --llm NAME               texts reworded by a server

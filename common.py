@@ -390,7 +390,7 @@ def find_run(out: str, base: str, resume: bool) -> Path:
         with suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-        if out and path.is_dir() and not any(path.iterdir()):
+        if out and path.is_dir() and all(file.suffix == ".tmp" for file in path.iterdir()):  # killed at its first write
             return path
     raise BadInput(f"{out}: is not empty; --resume continues the run in it, another --out starts a new one")
 

@@ -1,14 +1,15 @@
 """Other words for the same thing: the word pools of HSA, and two rewriters of a harness's texts.
 
     rewrite(text, what, dice)  ->  another text        what: description, body, message ...
-    unfaithful(old, new)       ->  why not, or ""      numbers, quotes, placeholders, names, negations must survive
+    unfaithful(old, new)       ->  why not, or ""      numbers, quotes, names, negations, bounds, order ... must survive
 
 `Bank` knows sentences, headings and names of data/hsa, where every pool has a train and a heldout half without a common
 entry; rules by their key ({closing}, {must_say} ...); and for texts of strangers single words, outside of quotes, code,
 links and names. `Endpoint` asks a language model behind an OpenAI-compatible server. Neither is trusted: augment.py
 lets `unfaithful` look at every text, and one that fails stays as it was.
 
-Left out: rewriting across sentences; languages other than Chinese and English.
+Left out: rewriting across sentences; languages other than Chinese and English; a change of meaning by words of content
+(商品 -> 活动): `unfaithful` looks at the small words that carry a rule, and rather refuses too much than too little.
 """
 
 import os
@@ -16,8 +17,9 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from threading import Lock
 
 from common import BadInput, read_json, seed_of
 from parts import RULES
@@ -32,11 +34,10 @@ PLACEHOLDER = re.compile(r"\{[A-Za-z_][\w:.\-]*\}")
 QUOTE = re.compile(r"`[^`\n]+`|“[^”\n]+”|「[^」\n]+」|『[^』\n]+』|\"[^\"\n]+\"|(?<!\w)'[^'\n]+'(?!\w)")
 URL = re.compile(r"https?://[^\s)>]+|\]\([^)\n]*\)")
 IDENTIFIER = re.compile(r"[A-Za-z0-9]+(?:[_./\-][A-Za-z0-9]+)+|\b[a-z]+[A-Z]\w*|#\w+")  # get_x, a/b.md, camelCase
-NUMBER = re.compile(
-    r"\d+(?:[.,]\d+)*|[二三四五六七八九十百千万两]|\b(?:two|three|four|five|six|seven|eight|nine|ten)\b"
-)
-NOT = re.compile(
-    r"不|没|无|未|勿|禁|(?<![告特分级])别(?![的人])|\b(?:not?|never|none|nor|without|cannot)\b|n't\b", re.I
+NUMBER = re.compile(  # 一 only where it counts or ranks: elsewhere it comes and goes (一起, 看一看, 便宜的一个)
+    r"\d+(?:[.,]\d+)*|[零〇二三四五六七八九十百千万两]|(?<=[试来第头])一(?=[次遍条个步])"
+    r"|\b(?:zero|one|once|two|twice|three|four|five|six|seven|eight|nine|ten)\b",
+    re.I,
 )
 MEANING = {"placeholders": PLACEHOLDER, "quotes": QUOTE, "links": URL, "names": IDENTIFIER, "numbers": NUMBER}
 KEPT = re.compile("|".join(f"(?:{p.pattern})" for p in (PLACEHOLDER, QUOTE, URL, IDENTIFIER)))
@@ -49,12 +50,106 @@ STEP = re.compile(
     r"\b(?:first|second|then|next|finally|last|after|above|below|step)\b|先|然后|接着|再|最后|第|上述|以上", re.I
 )
 
+# What a sentence says by small words. Bounds and "only" go before negations are counted: 不超过 denies nothing.
+ONLY = re.compile(r"[只仅]|都从|之外[^，；。]*?不|\bonly\b", re.I)
+SOME = re.compile(r"有时|偶尔|很少|部分|(?<![没所])有[的些]|\b(?:some|sometimes|occasionally|rarely|seldom)\b", re.I)
+AT_MOST = re.compile(
+    r"不超过?|不[多高长]于|不过(?=[\d{])|[至最]多|以内|封顶|\b(?:at most|within|up to)\b"
+    r"|(?:no|not|never|n['’]t) (?:more than|longer than|over|exceed)\b",
+    re.I,
+)
+AT_LEAST = re.compile(
+    r"不[少低短]于|[至最]少|超过|[多高长]于|(?:no|not) (?:less|fewer) than\b"
+    r"|\b(?:at least|more than|longer than|over|exceed)\b",
+    re.I,
+)
+NOT = re.compile(
+    r"[不没无未勿禁]|避免|(?<![告特分级区])别(?![的人])"
+    r"|\b(?:not?|never|none|nor|nothing|without|cannot|avoid)\b|n['’]t\b",
+    re.I,
+)
+OPPOSITES = {
+    "bound": (AT_MOST, AT_LEAST),
+    "duty": (re.compile(r"必须|务必|一定|\bmust\b", re.I), re.compile(r"可以|可选|\b(?:may|optional(?:ly)?)\b", re.I)),
+    "place": (
+        re.compile(r"[开起打]头|句首|\b(?:begin|start|open)\b", re.I),
+        re.compile(r"[结收末]尾|句[尾末]|\b(?:end|finish|close)\b", re.I),
+    ),
+}
+THEN = r"(?<![券售最])后"  # not that of 券后价, 售后, 最后
+ORDER = [  # a before b: the first that fits
+    re.compile(pattern, re.I | re.M)
+    for pattern in (
+        rf"先(?P<a>.+?)(?:再|然后|{THEN}|才)(?P<b>.+)",
+        r"^(?P<b>.+?)(?<![当目提])前(?P<a>.+)",
+        rf"^(?P<a>.+?)(?:{THEN}|[，；。](?:再(?![不试])|然后|接着))(?P<b>.+)",
+        r"^after (?P<a>.+?), (?P<b>.+)",
+        r"^before (?P<b>.+?), (?P<a>.+)",
+        r"^(?P<a>.+?)\b(?:then|before)\b(?P<b>.+)",
+        r"^(?P<b>.+?)\bafter\b(?P<a>.+)",
+    )
+]
+CLAUSE = re.compile(r"[，,；;。.!！?？\n]|\bbut\b|但|而是", re.I)
+SMALL = "the and for you your can may any not never with but it".split() + list("的了就也都还要能可以请把是和在不没别")
+WORD = re.compile(KEPT.pattern + r"|[A-Za-z]{2,}|[\u4e00-\u9fff]")
+
 
 def language(text: str, default: str = "en") -> str:
     """zh for a text with a Han character, en for one with Latin words, else the default."""
     if re.search(r"[\u4e00-\u9fff]", text):
         return "zh"
     return "en" if re.search(r"[A-Za-z]", PLACEHOLDER.sub("", text)) else default
+
+
+def sides(parts: Iterable[tuple[bool, str]]) -> dict[str, bool]:
+    """The side on which each word stands; a word of both sides has none."""
+    found = {}
+    for side, text in parts:
+        for word in WORD.findall(text.lower()):
+            found.setdefault(word, set()).add(side)
+    return {word: min(at) for word, at in found.items() if len(at) == 1 and word not in SMALL}
+
+
+def crossed(old: dict[str, bool], new: dict[str, bool]) -> Counter:
+    """How many of the words in both texts went from which side to which: (old side, new side) -> words."""
+    return Counter((old[word], new[word]) for word in old.keys() & new.keys())
+
+
+def denied(text: str) -> tuple[int, dict[str, bool]]:
+    """How many negations a text has, and which of its words stand in a clause with one."""
+
+    def negations(clause):
+        for pattern in (ONLY, AT_MOST, AT_LEAST, KEPT):
+            clause = pattern.sub(" ", clause)
+        return len(NOT.findall(clause))
+
+    clauses = [(negations(clause), clause) for clause in CLAUSE.split(text)]
+    return sum(n for n, _ in clauses), sides((n > 0, clause) for n, clause in clauses)
+
+
+def ordered(text: str) -> dict[str, bool]:
+    """Which words are said to come first (False) or then (True); empty when a text speaks of no order."""
+    found = next(filter(None, (pattern.search(text) for pattern in ORDER)), None)
+    return sides([(False, found["a"]), (True, found["b"])]) if found else {}
+
+
+@lru_cache(1 << 14)  # a bank says the same again and again
+def other_sense(old: str, new: str) -> str:
+    """Which of the small words that carry the meaning were lost, added or turned round; empty if none."""
+    for what, pattern in (("only", ONLY), ("some", SOME)):
+        if bool(pattern.search(old)) != bool(pattern.search(new)):
+            return what
+    for what, (pattern, opposite) in OPPOSITES.items():
+        said = [(bool(pattern.search(t)), bool(opposite.search(pattern.sub(" ", t)))) for t in (old, new)]
+        if set(said) == {(True, False), (False, True)}:
+            return what
+    (many, denied_before), (still, denied_after) = denied(old), denied(new)
+    moved = crossed(denied_before, denied_after)
+    if many != still or (moved[True, False] and moved[False, True]):  # one way alone: a clause was split or joined
+        return "negation"
+    moved = crossed(ordered(old), ordered(new))
+    turned = moved[True, False] + moved[False, True]
+    return "order" if turned > moved.total() - turned else ""
 
 
 def unfaithful(old: str, new: str, must: tuple[str, ...] = (), longest: int = 4096) -> str:
@@ -71,9 +166,7 @@ def unfaithful(old: str, new: str, must: tuple[str, ...] = (), longest: int = 40
             return f"{what}: {', '.join((before - after) or (after - before))}"
     if lost := next((word for word in must if word in old and word not in new), ""):
         return f"lost {lost}"
-    if bool(NOT.search(old)) != bool(NOT.search(new)):
-        return "negation"
-    return "" if language(old) == language(new) else "language"
+    return other_sense(old, new) or ("" if language(old) == language(new) else "language")
 
 
 def plain_rule(sentence: str) -> str:
@@ -193,7 +286,8 @@ class Endpoint:
     """A language model behind an OpenAI-compatible server as rewriter; train and heldout ask for different styles.
 
     The key is that of OPENAI_API_KEY. Each text is asked for a few variants, which are kept, so thousands of harnesses
-    cost a few calls per text. BadInput when the server has never answered; when it fails later, a text stays as it is.
+    cost a few calls per text, whichever threads ask. BadInput when the server has never answered; when it fails later,
+    a text stays as it is.
     """
 
     tries, variants = 3, 3  # of one call; of one text in one style
@@ -205,10 +299,14 @@ class Endpoint:
         self.client = InferenceClient(base_url=base_url, api_key=key, timeout=timeout_s)
         self.url, self.model, self.bank = base_url, model, bank(pool)
         self.answers: dict[tuple, str] = {}
+        self.asking: dict[tuple, Lock] = {}
 
     def __call__(self, text: str, what: str, rng: random.Random) -> str:
         style = rng.choice(self.bank.words[language(text)]["styles"])
-        if (key := (text, what, style, rng.randrange(self.variants))) not in self.answers:
+        key = (text, what, style, rng.randrange(self.variants))
+        with self.asking.setdefault(key, Lock()):  # who wants the same waits, all others go on
+            if key in self.answers:
+                return self.answers[key]
             task = f"Rewrite this {what} of an agent's harness. Style: {style}. Same language, same meaning, about the "
             task += "same length, on as many lines. Keep every number, name, quoted string, link, code and everything "
             task += "in braces {like_this} as it is. Answer with the new text alone."
@@ -217,7 +315,7 @@ class Endpoint:
             if answer is None:
                 return ""  # not kept: the next time it may answer
             self.answers[key] = re.sub(r"(?s)^.*</think>", "", answer).strip()
-        return self.answers[key]
+            return self.answers[key]
 
     def ask(self, messages: list[dict], seed: int) -> str | None:
         """The answer; None after `tries` failures of a server that has answered before."""

@@ -20,7 +20,7 @@ minibatches: a vote weighs the same in whichever minibatch it falls.
 Left out: the fault curriculum; a critic; a weight for engine/trainer mismatch beside the ratio.
 
     python rl.py                                           # small: two CPU cores, 8 minutes
-    python rl.py --harness-mode hsa --context 1536         # half of the groups act under augmented harnesses
+    python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
@@ -80,7 +80,7 @@ class Config:
     groups: int = option(12, "tasks per step", min=1)
     group_size: int = option(8, "rollouts per task (G)", min=1)
     temperature: float = option(1.0, "of sampling; top-p and top-k would break the first ratio", min=0.01)
-    context: int = option(1024, "longest context in tokens", min=2)
+    context: int = option(1536, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
     deadline_s: float = option(0.0, "seconds per rollout, 0 = none; with one, no two runs are equal bit for bit", min=0)
     harness_mode: Literal["hsa", "fixed"] = option("fixed", "hsa = some groups act under augmented harnesses")

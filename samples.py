@@ -37,11 +37,11 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from tqdm import tqdm
 
-from chat import Call, Codec, Message, Sample, Trajectory, Turn, coerce
+from chat import Call, Codec, Message, Sample, Trajectory, Turn, coerce, parse_calls
 from parts import LOAD_SKILL
 from checks import canonical
 from harness import Harness, named, run
-from reword import mention
+from reword import Rewriter, mention
 from augment import ENVELOPE, augment
 from sim import Faults, World, make_task
 from oracle import Oracle, call_of
@@ -60,18 +60,19 @@ class Options:
     harness: str = option("data/harness", "harness directory")
     world: str = option("data/world/zh.json", "world file")
     seed: int = option(0, "the seed of everything")
-    samples: int = option(2000, "requests that the teacher is given", min=1)
+    samples: int = option(2000, "requests that the teacher is given; with --logs see read_logs", min=1)
     held_out: int = option(64, "more of them, never trained, for the held-out loss", min=1)
     harness_mode: Literal["hsa", "fixed"] = option("hsa", "fixed = the original harness alone")
     augmented: float = option(0.75, "hsa: share of samples under an augmented harness", min=0, max=1)
     leave_out: Dimension = option("none", "hsa: a dimension in which nothing changes")
+    rewriter: str = option("", "hsa: OpenAI-compatible server that rewords the harness, in place of the word pools")
     strange: float = option(0.7, "share of samples in rooms of unheard-of product words", min=0, max=1)
     faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
     slip: float = option(0.1, "P(the oracle makes a mistake that a hook corrects)", min=0, max=1)
     keep_retries: float = option(0.1, "share of samples with a mistake that stay whole", min=0, max=1)
     endpoint: str = option("", "OpenAI-compatible server as teacher, e.g. http://localhost:8000/v1")
-    llm: str = option("default", "model name for that server")
-    workers: int = option(8, "dialogues with that server side by side", min=1)
+    llm: str = option("default", "model name for these servers")
+    workers: int = option(8, "dialogues with these servers side by side", min=1)
     logs: str = option("", "JSON lines of your own dialogues in place of a teacher; see samples.read_logs")
 
 
@@ -87,22 +88,24 @@ def perform(loop: Generator[Turn, Sample, Trajectory], say: Say, codec: Codec) -
 
     A message longer than the harness lets a state be is cut there: no policy could say it.
     """
-    try:
-        turn = next(loop)
-        while True:
-            said = say(turn.messages)
-            ids = codec.render(said) if said else []
-            finish = "error" if not ids else "stop" if len(ids) <= turn.max_new_tokens else "length"
-            ids = ids[: turn.max_new_tokens]
-            turn = loop.send(Sample(ids, [0.0] * len(ids), finish))
-    except StopIteration as end:
-        return end.value
+    sample = None  # starts the loop
+    while True:
+        try:
+            turn = loop.send(sample)
+        except StopIteration as end:
+            return end.value
+        said = say(turn.messages)
+        ids = codec.render(said) if said else []
+        finish = "error" if not ids else "stop" if len(ids) <= turn.max_new_tokens else "length"
+        ids = ids[: turn.max_new_tokens]
+        sample = Sample(ids, [0.0] * len(ids), finish)
 
 
 def message_of(data: dict) -> Message:
     """An assistant message as OpenAI-compatible servers write it. ValueError for one that cannot be read.
 
-    Reasoning stands in `reasoning` or `reasoning_content`, or in <think> tags before the content.
+    Reasoning stands in `reasoning` or `reasoning_content`, or in <think> tags before the content. Calls stand in
+    `tool_calls`, or as <tool_call> text in the content of a server that does not parse them.
     """
     thought, content = data.get("reasoning") or data.get("reasoning_content") or "", data.get("content") or ""
     if not isinstance(thought, str) or not isinstance(content, str):
@@ -110,15 +113,16 @@ def message_of(data: dict) -> Message:
     before, tag, after = content.partition("</think>")
     if tag:
         thought, content = thought or before.replace("<think>", "", 1), after
-    calls = []
-    for n, call in enumerate(data.get("tool_calls") or []):
+    content, calls = parse_calls(content)
+    check(not any(call.error for call in calls), "a tool call in the content cannot be read")
+    for call in data.get("tool_calls") or []:
         made = call.get("function") if isinstance(call, dict) else None
         arguments = made.get("arguments") if isinstance(made, dict) else None
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict) or not isinstance(made.get("name"), str):
             raise ValueError('a tool call is {"function": {"name": ..., "arguments": {...}}}')
-        calls.append(Call(made["name"], arguments, str(call.get("id") or f"call_{n}")))
-    return Message(thought.strip(), content.strip(), calls)
+        calls.append(Call(made["name"], arguments, str(call.get("id") or f"call_{len(calls)}")))
+    return Message(thought.strip(), content, calls)
 
 
 class Endpoint:
@@ -141,13 +145,20 @@ class Endpoint:
         history, tools = [], [tool.schema() for tool in h.tools]
 
         def say(messages):
-            ids = iter(call["id"] for call in (history[-1].get("tool_calls", ()) if history else ()))
-            new = [m | {"tool_call_id": next(ids)} if m["role"] == "tool" else dict(m) for m in messages]
+            called = history[-1].get("tool_calls", []) if history else []
+            if sum(m["role"] == "tool" for m in messages) != len(called):
+                return None  # the loop has read other calls than the server meant
+            new = [dict(m) for m in messages]
+            for m, call in zip(new, called):
+                m["tool_call_id"] = call["id"]
             if not history and lessons:
                 new[0]["content"] += "\n\n" + "\n".join(lessons)
             history.extend(new)
             said = self.ask(history, tools, seed >> 32)
             if said is not None:
+                for call in said.calls:  # <parameter> texts get their types
+                    tool = named(h.tools, call.name)
+                    call.arguments = coerce(call.arguments, tool.parameters) if tool else call.arguments
                 calls = [(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in said.calls]
                 calls = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for i, n, a in calls]
                 history.append(
@@ -277,7 +288,9 @@ def read_logs(path: str, h: Harness) -> list[Log]:
          "messages": [{"role": "assistant", "content": "", "reasoning": "查库存。", "tool_calls":
                        [{"function": {"name": "get_inventory", "arguments": {"link_id": 3}}}]}, ...]
 
-    Tools, parameters and skills go by their names in the harness, or by their ids. A context needs `links` only.
+    Tools, parameters and skills go by their names in the harness, or by their ids. A context needs `links` only. One in
+    ten is held out. Under augmented harnesses the others are told in turn until there are --samples, so a few dialogues
+    are told often (the log says how often); under the original alone each is told once: a copy would only weigh more.
     """
     logs = []
     for n, line in enumerate(read_text(path).split("\n"), 1):
@@ -341,17 +354,20 @@ def find(things: list, name: Any, what: str) -> Any:
 # samples
 
 
-def harness_for(original: Harness, cfg: Options, seed: int, keep: set[str]) -> Harness:
-    """The original harness, or with P(augmented) another state of it from the train pool."""
+def harness_for(original: Harness, cfg: Options, seed: int, keep: set[str], rewrite: Rewriter | None = None) -> Harness:
+    """The original harness, or with P(augmented) another state of it, in words of the train pool or the rewriter."""
     if cfg.harness_mode == "fixed" or random.Random(seed_of("augmented", seed)).random() >= cfg.augmented:
         return original
     envelope = ENVELOPE if cfg.leave_out == "none" else replace(ENVELOPE, **{cfg.leave_out: 0.0})
-    return augment(original, seed, envelope, "train", keep)[0]
+    return augment(original, seed, envelope, "train", keep, rewrite)[0]
 
 
-def tell(i: int, case: TaskCase | Log, cfg: Options, original: Harness, codec: Codec) -> Trajectory:
+def tell(
+    i: int, case: TaskCase | Log, cfg: Options, original: Harness, codec: Codec, rewrite: Rewriter | None = None
+) -> Trajectory:
     """Sample i: the case under its harness, taught again if something was sent back and it is not to stay whole."""
-    h, seed = harness_for(original, cfg, seed_of(cfg.seed, "harness", i), case.skills), seed_of(cfg.seed, "run", i)
+    h = harness_for(original, cfg, seed_of(cfg.seed, "harness", i), case.skills, rewrite)
+    seed = seed_of(cfg.seed, "run", i)
 
     def told(lessons):
         t = perform(run(h, case.request, case.open(), codec, seed), case.speaker(h, lessons), codec)
@@ -424,13 +440,26 @@ def make_samples(path: Path, make: Callable[[int], Trajectory], total: int, work
     return [Trajectory.from_dict(json.loads(line)) for line in read_text(path).split("\n") if line]
 
 
-def case_maker(cfg: Options, harness: Harness) -> Callable[[int], TaskCase | Log]:
-    """Index of a sample -> its case; those from --samples on are the held-out ones."""
-    if not cfg.logs:
+def replayed(cfg: Options, logs: list[Log]) -> tuple[Options, str]:
+    """The options with as many samples as these dialogues are good for, and a line that says how often each is told."""
+    held = held_logs(cfg, logs)
+    n = min(cfg.samples, len(logs) - held)
+    if cfg.harness_mode == "fixed" or not cfg.augmented:
+        return replace(cfg, samples=n, held_out=held), f"{n} dialogues, each once, and {held} held out"
+    often = f"each {cfg.samples / n:.3g} times, with P = {cfg.augmented:g} under another harness each time"
+    return cfg, f"{n} dialogues, {often}, and {held} held out"
+
+
+def held_logs(cfg: Options, logs: list[Log]) -> int:
+    return min(cfg.held_out, max(1, len(logs) // 10))
+
+
+def case_maker(cfg: Options, harness: Harness, logs: list[Log] = ()) -> Callable[[int], TaskCase | Log]:
+    """Index of a sample -> its case, of the world or of the logs; those from --samples on are the held-out ones."""
+    if not logs:
         world, endpoint = World.load(cfg.world, "train"), Endpoint(cfg.endpoint, cfg.llm) if cfg.endpoint else None
         return lambda i: TaskCase(i, cfg, world, endpoint)
-    logs = read_logs(cfg.logs, harness)
-    held = min(cfg.held_out, max(1, len(logs) // 10))  # the last of them
+    held = held_logs(cfg, logs)  # the last of them
     train, rest = logs[:-held], logs[-held:]
     return lambda i: train[i % len(train)] if i < cfg.samples else rest[(i - cfg.samples) % held]
 

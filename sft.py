@@ -11,6 +11,7 @@ Left out: packing (samples of like length share a forward instead), a share of g
     python sft.py                                          # small: two CPU cores, a minute of data, minutes of training
     python sft.py --harness-mode fixed                     # the control
     python sft.py --endpoint http://localhost:8000/v1 --llm NAME      # a language model as teacher, not the oracle
+    python sft.py --rewriter http://localhost:8000/v1 --llm NAME      # one that rewords the harnesses, too
     python sft.py --logs my.jsonl --harness my-harness     # dialogues of your own; samples.read_logs has the format
     torchrun --nproc_per_node=2 sft.py                     # batches are sharded over ranks; a GPU each, if any
     python sft.py --out runs/sft-small --resume            # continue after Ctrl-C or a crash, bit for bit
@@ -35,8 +36,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from chat import Trajectory
 from harness import Harness
-from samples import Options, Row, case_maker, make_samples, sort_out, tell
+from reword import Endpoint
+from samples import Options, Row, case_maker, make_samples, read_logs, replayed, sort_out, tell
 from model import Policy, learning_rate, load, optimizer_step, pad_batch, token_logps
 
 BUCKET = 64  # lengths are padded to multiples of this
@@ -109,7 +112,8 @@ def held_out_loss(policy: Policy, rows: list[Row], cfg: Config, ranks: Dist) -> 
     """Mean loss per token of all ranks' rows."""
     tokens = count_tokens(mine := rows[ranks.rank :: ranks.world], ranks)
     with torch.no_grad():
-        total = torch.tensor(sum(loss.item() for loss in losses(policy, mine, cfg)), device=ranks.device)
+        total = float(sum(loss.item() for loss in losses(policy, mine, cfg)))
+    total = torch.tensor(total, dtype=torch.float64, device=ranks.device)  # the same type on a rank without rows
     return ranks.all_reduce_sum(total).item() / tokens
 
 
@@ -155,7 +159,10 @@ def main(argv: list[str]):
         raise BadInput("--logs and --endpoint: dialogues of your own are replayed, there is nothing to ask a server")
     # before Run, so that what is refused leaves no directory
     harness = Harness.load(cfg.harness)
-    case_at, policy = case_maker(cfg, harness), None if cfg.resume else ready(cfg.model, cfg, ranks)
+    logs = read_logs(cfg.logs, harness) if cfg.logs else []
+    cfg, often = replayed(cfg, logs) if logs else (cfg, "")
+    case_at, policy = case_maker(cfg, harness, logs), None if cfg.resume else ready(cfg.model, cfg, ranks)
+    rewrite = Endpoint(cfg.rewriter, cfg.llm) if cfg.rewriter else None
 
     record = Run(cfg.out, cfg, cfg.resume, f"runs/sft-{cfg.config}", ranks)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
@@ -164,8 +171,14 @@ def main(argv: list[str]):
     if saved:
         optimizer.load_state_dict(saved[2]["optimizer"])
 
-    make, workers = (lambda i: tell(i, case_at(i), cfg, harness, policy.codec)), cfg.workers if cfg.endpoint else 1
-    told = make_samples(record.dir / "samples.jsonl", make, cfg.samples + cfg.held_out, workers, ranks)
+    if often:
+        record.say(often)
+
+    def make(i: int) -> Trajectory:
+        return tell(i, case_at(i), cfg, harness, policy.codec, rewrite)
+
+    total, workers = cfg.samples + cfg.held_out, cfg.workers if cfg.endpoint or cfg.rewriter else 1
+    told = make_samples(record.dir / "samples.jsonl", make, total, workers, ranks)
     rows, held, line = sort_out(told, cfg, cfg.context)
     steps = -(-cfg.epochs * len(rows) // cfg.batch)
     record.say(f"{line}\n{len(rows)} to train in {steps} steps, {len(held)} held out")

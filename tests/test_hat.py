@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -183,8 +187,8 @@ def test_rows_and_seeds_are_added_to_what_is_there(tmp_path, calls, capsys):
     assert "| Fixed-SFT | 81.0 ± 1.4 | 80.0 ± 1.4 | 1.0 ± 0.0 | 30.0 ± 0.0 |" in lines
     assert "| Base | 50.0 | 49.0 | 1.0 | 30.0 |" in lines  # measured once
     assert "| without hook | 91.0 ± 1.4 | 90.0 ± 1.4 | 1.0 ± 0.0 | 30.0 ± 0.0 |" in lines
-    assert "- no     +1.0, expected at least +3.0: Fixed-SFT loses from T1 to T2" in lines
-    assert "- yes    -1.0, expected at least -1.0: HAT does not: T2 less T1" in lines
+    assert "- no     +1.0 ± 0.0, expected at least +3.0: Fixed-SFT loses from T1 to T2" in lines
+    assert "- yes    -1.0 ± 0.0, expected at least -1.0: HAT loses at most one: T2 less T1" in lines
     assert not any("T4" in line for line in lines)  # no such column was measured
 
 
@@ -192,7 +196,11 @@ def test_rows_and_seeds_are_added_to_what_is_there(tmp_path, calls, capsys):
     "words, message",
     [
         (["--leave-out", "tools"], "--leave-out: 'tools' is none of .*; did you mean tool"),
-        (["--seeds", ""], "--seeds: give at least one"),
+        (["--seeds", ""], "at least one seed, and each once"),
+        (["--seeds", "0,1,0"], "at least one seed, and each once"),
+        (["--sft=--harness-mode fixed"], "--sft: --harness-mode of a stage is set by hat.py"),
+        (["--harness", "nowhere"], "nowhere"),
+        (["--eval=--manifest nowhere.json"], "nowhere.json"),
         (["--seeds", "a"], "--seeds"),
         (["--sft=--epoch 3"], "sft.py: unknown option --epoch; did you mean --epochs"),
         (["--opd=--lr x"], "opd.py: --lr: 'x' is not float"),
@@ -223,41 +231,94 @@ def test_numbers_and_cells_by_hand():
     assert hat.markdown(rows)[:2] == ["|  | T1 | T4-I |", "|---|---|---|"]
 
 
+KEYS = ("T1", "T2", "T1 - T2", "T3-prompt", "T4-P", "T4-I", "think/tool", "think/reply")
+
+
+def means(**rows):
+    """Label -> column -> values of one seed, from rows (T1, T2, T3-prompt, T4-P, T4-I, think/tool, think/reply)."""
+    whole = {label.replace("_", "+"): (t1, t2, t1 - t2, *rest) for label, (t1, t2, *rest) in rows.items()}
+    return {label: dict(zip(KEYS, ([x] for x in row))) for label, row in whole.items()}
+
+
+GOOD = means(
+    Base=(60, 55, 50, 80, 90, 50, 40),
+    **{"Fixed-SFT": (90, 80, 45, 70, 80, 50, 40), "Fixed-SFT_OPD": (90, 80, 45, 76, 86, 50, 40)},
+    **{"HSA-SFT": (91, 90, 60, 78, 89, 50, 40), "HSA-SFT_OPD": (92, 91, 60, 80, 90, 50, 40)},
+    **{"_Fixed-RL": (93, 90, 57, 80, 90, 40, 30), "_HSA-RL (HAT)": (94, 93.5, 61, 81, 90, 30, 20)},
+)
+BAD = means(
+    Base=(60, 55, 50, 80, 90, 50, 40),
+    **{"Fixed-SFT": (90, 88, 45, 79, 89, 50, 40), "Fixed-SFT_OPD": (90, 80, 45, 79, 89, 50, 40)},
+    **{"HSA-SFT": (91, 89, 46, 78, 89, 50, 40), "HSA-SFT_OPD": (92, 91, 60, 80, 90, 50, 40)},
+    **{"_Fixed-RL": (93, 90, 60, 80, 90, 40, 30), "_HSA-RL (HAT)": (91, 89, 59, 79, 90, 60, 40)},
+)
+
+
 def test_effects_by_hand():
     """All of the report's, appearing and not."""
-    keys = ("T1", "T2", "T3-prompt", "T4-P", "T4-I", "think/tool", "think/reply")
+    good, bad = hat.effects(GOOD), hat.effects(BAD)
+    assert len(good) == len(bad) == 11
+    assert all(line.startswith("yes") for line in good) and all(line.startswith("no ") for line in bad)
+    assert "+0.6, expected at least +0.5: OPD gives it back, of that loss" in good[5]
+    assert hat.effects({"Base": GOOD["Base"]}) == []
 
-    def rows(**values):
-        return {label.replace("_", "+"): dict(zip(keys, ([x] for x in row))) for label, row in values.items()}
 
-    good = rows(
-        Base=(60, 55, 50, 80, 90, 50, 40),
-        **{"Fixed-SFT": (90, 80, 45, 70, 80, 50, 40), "Fixed-SFT_OPD": (90, 80, 45, 76, 86, 50, 40)},
-        **{"HSA-SFT_OPD": (92, 91, 60, 80, 90, 50, 40), "_Fixed-RL": (93, 90, 57, 80, 90, 40, 30)},
-        **{"_HSA-RL (HAT)": (94, 93.5, 61, 81, 90, 30, 20)},
-    )
-    lines = hat.effects(good)
-    assert len(lines) == 9 and all(line.startswith("yes") for line in lines)
-    bad = rows(
-        Base=(60, 55, 50, 80, 90, 50, 40),
-        **{"Fixed-SFT": (90, 88, 45, 79, 89, 50, 40), "Fixed-SFT_OPD": (90, 80, 45, 79, 89, 50, 40)},
-        **{"HSA-SFT_OPD": (92, 91, 60, 80, 90, 50, 40), "_Fixed-RL": (93, 90, 60, 80, 90, 40, 30)},
-        **{"_HSA-RL (HAT)": (91, 89, 59, 79, 90, 60, 40)},
-    )
-    lines = hat.effects(bad)
-    assert len(lines) == 9 and all(line.startswith("no ") for line in lines)
-    assert hat.effects({"Base": good["Base"]}) == []
+def test_an_effect_within_the_spread_of_the_seeds_is_close():
+    rows = {
+        label: {c: [v[0], *more] for c, v in GOOD[label].items()}
+        for label, more in (("Fixed-SFT", [0.0, 0.0]), ("Base", []))
+    }
+    rows["Fixed-SFT"] |= {"T1": [90.0, 90.0, 90.0], "T2": [80.0, 85.0, 92.0]}
+    rows["Base"] |= {"T4-P": [60.0], "T4-I": [60.0]}
+    rows["Fixed-SFT"] |= {"T4-P": [62.0] * 3, "T4-I": [62.0] * 3}
+    assert hat.effects(rows)[0].startswith("close  +4.3 ± 6.0, expected at least +3.0")
+    rows["Fixed-SFT+OPD"] = {"T4-P": [61.5] * 3, "T4-I": [61.5] * 3}
+    lines = [line for line in hat.effects(rows) if "OPD" in line]
+    assert lines == ["-      nothing was lost in some seed: OPD gives it back, of that loss"]
+
+
+def test_rows_of_other_sets_or_of_another_base_are_refused(tmp_path, calls, monkeypatch):
+    run(tmp_path)
+    file = tmp_path / "run" / "base" / "eval.json"
+    common.write_json(file, json.loads(file.read_text()) | {"sets": {"T1": {"sha256": "x"}}})
+    with pytest.raises(BadInput, match="evaluated on other sets"):
+        run(tmp_path, "--resume")
+    monkeypatch.setattr(hat, "ingredients", lambda cfg: {"model": "new", "harness": "new", "world": "new"})
+    with pytest.raises(BadInput, match="its rows are of another model, harness, world"):
+        run(tmp_path, "--resume")
+
+
+def test_a_number_of_processes_that_a_stage_cannot_share_is_refused():
+    with pytest.raises(BadInput, match="--rl: groups 12 is no multiple of the 8 processes"):
+        cfg = config("--rl=--groups 12")
+        hat.refuse(cfg, 8)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the real stages
 
 
-@pytest.mark.skipif(not hasattr(hat.rl.Config, "harness_mode"), reason="rl.py has no HSA yet")
+TINY = ["--config", "tiny", "--device", "cpu", "--rl=--steps 1 --eval-requests 2", "--opd=--steps 1"]
+TINY += ["--eval=--sets T1,T4 --limit 2", "--sft=--samples 2 --held-out 1"]
+
+
 def test_tiny_from_end_to_end(model_dir, tmp_path, capsys, monkeypatch):
+    """An interrupted last stage goes on and ends with the same weights."""
     monkeypatch.chdir(ROOT)
-    words = ["--config", "tiny", "--device", "cpu", "--model", str(model_dir), "--out", str(tmp_path / "run")]
-    rl = "--rl=--steps 1 --groups 1 --group-size 2 --eval-requests 1"
-    hat.main([*words, rl, "--eval=--sets T1,T4 --limit 2", "--opd=--steps 1"])
-    assert (tmp_path / "run" / "seed-0" / "hat" / "model" / "eval.json").exists()
+    words = [*TINY, "--model", str(model_dir), "--out", str(tmp_path / "run")]
+    hat.main(words)
     assert "| +HSA-RL (HAT) |" in capsys.readouterr().out
+    weights = tmp_path / "run" / "seed-0" / "hat" / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    shutil.rmtree(weights.parent)  # as if killed after its last checkpoint
+    hat.main([*words, "--resume"])
+    assert weights.read_bytes() == before and "hsa-sft: sft.py" not in capsys.readouterr().out
+
+
+def test_two_processes_go_from_stage_to_stage(model_dir, tmp_path):
+    words = [*TINY, "--model", str(model_dir), "--out", str(tmp_path / "run")]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, "hat.py", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| +HSA-RL (HAT) |" in done.stdout and (tmp_path / "run" / "table.md").exists()

@@ -16,7 +16,9 @@ from checks import Hook
 from common import ALONE, BadInput
 from harness import Harness, run
 from parts import LOAD_SKILL
-from samples import Options, TaskCase, case_maker, flaw, make_samples, mistakes, read_logs, sort_out, tell, trained
+from reword import Endpoint as Rewriter
+from samples import Options, TaskCase, case_maker, flaw, make_samples, mistakes, read_logs, replayed, sort_out, tell
+from samples import trained
 from sim import World
 
 ROOT = Path(__file__).parent.parent
@@ -212,11 +214,13 @@ def test_samples_are_sorted_out_and_counted():
 
 
 def test_what_no_policy_could_say_is_cut():
-    """A message beyond max_state_tokens ends the rollout, and a teacher without words too."""
+    """A message beyond max_state_tokens ends the rollout, and a teacher without words too; the loop alone ends it."""
     case = TaskCase(0, Options(), W, None)
     for say, why in ((lambda _: Message("", "好" * 500), "length"), (lambda _: None, "error")):
         t = samples.perform(run(H, case.request, case.open(), CODEC), say, CODEC)
         assert t.stop_reason == why and len(t.ids) <= t.mask.count(0) + H.limits.max_state_tokens
+    with pytest.raises(StopIteration):  # a fault of the teacher is not taken for the loop's end
+        samples.perform(run(H, case.request, case.open(), CODEC), lambda _: next(iter(())), CODEC)
 
 
 def test_the_file_of_samples_goes_on_where_it_was_torn(tmp_path):
@@ -277,7 +281,10 @@ def server(answer):
 
 
 def as_openai(m, thought):
-    """The oracle's message as a server writes it; its reasoning in one of three places."""
+    """The oracle's message as a server writes it; its reasoning in one of three places, or all of it in the content."""
+    if thought in ("hermes", "xml"):
+        codec = Codec(CODEC.tokenizer, thought)
+        return {"role": "assistant", "content": codec.decode(codec.render(m)).removesuffix("<|im_end|>")}
     calls = [{"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)} for c in m.calls]
     calls = [{"id": f"x{n}", "type": "function", "function": call} for n, call in enumerate(calls)]
     message = {"role": "assistant", "content": m.content, "tool_calls": calls or None}
@@ -286,9 +293,9 @@ def as_openai(m, thought):
     return message | {thought: m.reasoning}
 
 
-@pytest.mark.parametrize("thought", ["reasoning", "reasoning_content", "tags"])
+@pytest.mark.parametrize("thought", ["reasoning", "reasoning_content", "tags", "hermes", "xml"])
 def test_a_server_drives_the_same_loop(online, thought):
-    """An oracle behind a server makes, token by token, the samples that the oracle makes."""
+    """An oracle behind a server, with a tool parser or without, makes the very tokens that the oracle makes."""
     options = Options(slip=0.0, augmented=1.0)
     for i in (0, 3):
         case = TaskCase(i, options, W, None)
@@ -334,6 +341,60 @@ def test_what_hooks_said_is_told_to_the_teacher_and_not_trained(online):
     with server(answer) as (url, _):
         t = tell(i, TaskCase(i, options, W, samples.Endpoint(url, "m")), options, H, CODEC)
     assert flaw(t, 1536) == "" and not sent_back(t) and lesson not in CODEC.decode(t.ids)
+
+
+def test_a_call_that_the_server_did_not_mean_ends_the_sample(online):
+    """Its reasoning ends early and a call stands there: nobody knows which result is whose."""
+    load = json.dumps({"name": LOAD_SKILL, "arguments": {"skill": "item_qa"}})
+    message = {"role": "assistant", "content": "好的哈。", "reasoning": f"</think><tool_call>{load}</tool_call>"}
+    options = Options(harness_mode="fixed")
+    with server(lambda body: message) as (url, _):
+        t = tell(0, TaskCase(0, options, W, samples.Endpoint(url, "m")), options, H, CODEC)
+    first = next(e for e in t.events if e["event"] == "state")
+    assert flaw(t, 1536) == "error" and [c["name"] for c in first["calls"]] == [LOAD_SKILL]
+
+
+@pytest.mark.parametrize(
+    "message, calls",
+    [
+        ({"content": '<tool_call>{"name": "f", "arguments": {}}'}, None),  # cut in the middle
+        ({"content": "<tool_call>{1}</tool_call>"}, None),
+        (
+            {
+                "content": 'a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+                "tool_calls": [{"function": {"name": "g", "arguments": '{"y": 2}'}}],
+            },
+            [Call("f", {"x": 1}, "call_0"), Call("g", {"y": 2}, "call_1")],
+        ),
+        ({"content": '<think>e.g. <tool_call>{"name": "f"}</tool_call></think>a'}, []),  # FAULTS 10
+    ],
+)
+def test_calls_in_the_content(message, calls):
+    if calls is None:
+        with pytest.raises(ValueError, match="a tool call in the content cannot be read"):
+            samples.message_of(message)
+    else:
+        m = samples.message_of(message)
+        assert (m.content, m.calls) == ("a", calls)
+
+
+def test_a_server_rewords_the_harness(online):
+    """The train pool's styles are asked for; without augmentation nobody is asked."""
+
+    def answer(body):
+        return {"role": "assistant", "content": body["messages"][-1]["content"] + "嘞"}
+
+    with server(answer) as (url, bodies):
+        rewrite = Rewriter(url, "words")
+        options = Options(harness_mode="fixed")
+        assert tell(0, TaskCase(0, options, W, None), options, H, CODEC, rewrite).harness_commit == H.commit
+        assert not bodies
+        options = Options(augmented=1.0)
+        t = tell(0, TaskCase(0, options, W, None), options, H, CODEC, rewrite)
+    assert "嘞" in CODEC.decode(t.ids) and "嘞" not in CODEC.decode(told(0, options).ids) and flaw(t, 1536) == ""
+    styles = [style for words in rewrite.bank.words.values() for style in words["styles"]]
+    assert rewrite.bank.pool == "train" and {body["model"] for body in bodies} == {"words"}
+    assert all(any(style in body["messages"][0]["content"] for style in styles) for body in bodies)
 
 
 def test_a_server_that_fails(online):
@@ -473,11 +534,25 @@ def test_bad_logs_are_refused_by_file_and_line(tmp_path, row, message):
 
 def test_logs_train_and_hold_out_different_dialogues(tmp_path):
     rows = [without(REPLY, request=f"{n}问") for n in range(12)]
-    path = write(tmp_path / "logs.jsonl", *rows)
-    case_at = case_maker(Options(logs=path, samples=25, held_out=4), H)
+    logs = read_logs(write(tmp_path / "logs.jsonl", *rows), H)
+    options, often = replayed(Options(samples=25, held_out=4, augmented=0.8), logs)
+    assert often == "11 dialogues, each 2.27 times, with P = 0.8 under another harness each time, and 1 held out"
+    case_at = case_maker(options, H, logs)
     asked = [case_at(i).request for i in range(29)]
     assert asked[:11] == [row["request"] for row in rows[:11]] and asked[11:22] == asked[:11]
     assert set(asked[25:]) == {"11问"}
     for few in ((), (REPLY,)):
         with pytest.raises(BadInput, match=f"dialogues: {len(few)}; there must be two"):
             read_logs(write(tmp_path / "few.jsonl", *few), H)
+
+
+@pytest.mark.parametrize("options", [{"harness_mode": "fixed"}, {"augmented": 0.0}])
+def test_under_one_harness_a_log_is_told_once(tmp_path, options):
+    """FAULTS 8: a copy of the same tokens would only weigh more."""
+    logs = read_logs(write(tmp_path / "logs.jsonl", *(without(REPLY, request=f"{n}问") for n in range(20))), H)
+    options, often = replayed(Options(**options), logs)
+    assert (options.samples, options.held_out) == (18, 2) and often == "18 dialogues, each once, and 2 held out"
+    case_at = case_maker(options, H, logs)
+    assert [case_at(i).request for i in range(20)] == [log.request for log in logs]
+    assert replayed(options, logs)[0] == options
+    assert replayed(samples.replace(options, samples=5), logs)[0].samples == 5

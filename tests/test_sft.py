@@ -153,8 +153,9 @@ def test_learning_rate_by_hand():
 
 @pytest.fixture(scope="module")
 def flags(model_dir):
-    """Flags of a tiny run of three steps."""
-    return ["--config", "tiny", "--device", "cpu", "--lr", "3e-3", "--warmup", "0", "--model", str(model_dir)]
+    """Flags of a tiny run of three steps; with one held-out row, of two ranks one has none."""
+    words = "--config tiny --held-out 1 --device cpu --lr 3e-3 --warmup 0 --model"
+    return [*words.split(), str(model_dir)]
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +180,8 @@ def test_run_leaves_its_files(whole, model_dir):
     assert [row["step"] for row in log] == [1, 2, 3] and all(row["grad_norm"] > 0 for row in log)
     assert log[-1]["epoch"] == 1 and log[-1]["held_out"] < log[0]["held_out"] < math.log(3000)
     told = [Trajectory.from_dict(json.loads(line)) for line in (whole / "samples.jsonl").read_text().splitlines()]
-    assert len(told) == 8 and sum(row["tokens"] for row in log) == sum(sum(trained(t)) for t in told[:6])  # each once
-    assert "8 samples; left out: none" in (whole / "log.txt").read_text()
+    assert len(told) == 7 and sum(row["tokens"] for row in log) == sum(sum(trained(t)) for t in told[:6])  # each once
+    assert "7 samples; left out: none" in (whole / "log.txt").read_text()
     saved, last, first = (load(p) for p in (whole / "model", whole / "ckpt-000003" / "model", model_dir))
     pairs = zip(saved.model.parameters(), last.model.parameters(), first.model.parameters(), strict=True)
     assert all(torch.equal(a, b) and not torch.equal(a, c) for a, b, c in pairs)
@@ -236,9 +237,25 @@ def test_logs_of_ones_own(flags, tmp_path):
     room = {"context": {"links": [{"link_id": 1, "name": "茶"}]}}
     row = {"request": "在吗", "room": room, "skills": ["small_talk"], "reply": "欢迎来到直播间哦。"}
     (path := tmp_path / "logs.jsonl").write_text("\n".join([json.dumps(row)] * 3))
-    sft.main([*flags, "--logs", str(path), "--samples", "2", "--held-out", "1", "--out", str(tmp_path / "run")])
+    sft.main([*flags, "--logs", str(path), "--samples", "2", "--out", str(tmp_path / "run")])
     told = (tmp_path / "run" / "samples.jsonl").read_text()
     assert told.count("欢迎来到直播间哦。") >= 6 and len(rows_of(tmp_path / "run")) == 1
+    sft.main([*flags, "--logs", str(path), "--harness-mode", "fixed", "--out", str(out := tmp_path / "fixed")])
+    assert len((out / "samples.jsonl").read_text().splitlines()) == 3 and len(rows_of(out)) == 1
+    assert "2 dialogues, each once, and 1 held out" in (out / "log.txt").read_text()
+
+
+def test_a_server_may_reword_the_harness(flags, tmp_path, monkeypatch):
+    asked = []
+
+    def endpoint(url, llm):
+        asked.append((url, llm))
+        return lambda text, what, dice: text + "嘞"
+
+    monkeypatch.setattr(sft, "Endpoint", endpoint)
+    words = ["--rewriter", "http://x/v1", "--llm", "m", "--augmented", "1", "--samples", "2"]
+    sft.main([*flags, *words, "--out", str(out := tmp_path / "run")])
+    assert asked == [("http://x/v1", "m")] and "嘞" in (out / "samples.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -261,7 +278,7 @@ def test_bad_input_is_one_line_and_leaves_no_directory(flags, tmp_path, words, m
 
 
 def test_a_run_without_a_good_sample_says_why(flags, tmp_path):
-    with pytest.raises(BadInput, match="nothing to train: 8 samples; left out: context 8"):
+    with pytest.raises(BadInput, match="nothing to train: 7 samples; left out: context 7"):
         sft.main([*flags, "--context", "100", "--out", str(tmp_path / "run")])
 
 
