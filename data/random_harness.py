@@ -233,6 +233,7 @@ VALUES = {
     "must_not_say": ["马上到", "最便宜", "一定有", "明天到", "随便退", "第一名"],
     "opening": ["亲", "家人们", "朋友们", "姐妹们", "大家", "宝贝", "同学们", "亲爱的"],
 }
+LENGTHS = {"closing": (1, 1), "must_say": (3, 5), "must_not_say": (3, 4), "opening": (2, 3)}  # characters
 P_RULE = {"closing": 0.85, "must_say": 0.35, "opening": 0.3, "must_not_say": 0.15}
 HEADS = ["# {}", "## {}", "【{}】", "{}:", "== {} ==", "[{}]", "<{}>", "*** {}", "{} |", "~ {} ~", "“{}”"]
 TITLES = {
@@ -254,7 +255,7 @@ LINES = [
     ["出错可以再试一次，没权限换别的工具，查不到就直说", "失败重试一次，不行就说暂时查不到"],
 ]
 # Lines of the lists are put together: a bullet, two things, what stands between them. A model that has only seen a name
-# after a space does not find it after a colon: with a few fixed formats the base scored 4 of 100 where this one scores 40.
+# after a space does not find it after a colon: with five fixed formats the base scored 4 of 100 on T1, with these 38.
 BULLETS = ["", "", "", "- ", "* ", "+ ", "> ", "· "]
 BETWEEN = [
     ": ",
@@ -444,11 +445,19 @@ def random_parameter(rng: random.Random) -> str:
 
 
 def _skill(s: Skill, name: str, rng: random.Random) -> Skill:
-    rules = {k: rng.choice(VALUES[k]) for k in VALUES if s.kind == "reply" and rng.random() < P_RULE[k]}
+    rules = {k: rule_value(k, rng) for k in VALUES if s.kind == "reply" and rng.random() < P_RULE[k]}
     body = [rng.choice(ABOUT[s.id]), *(rng.choice(RULES[k]) for k in rules)]
     if s.kind == "reply":
         rng.shuffle(body)
     return Skill(s.id, name, described(s.kind, *SKILLS[s.id], rng), s.kind, rng.choice(["\n", ""]).join(body), rules)
+
+
+def rule_value(rule: str, rng: random.Random) -> str:
+    """A usual value, or one of random characters, which can only be copied. No numerals: replies are checked for them."""
+    if rng.random() < 0.6:
+        return rng.choice(VALUES[rule])
+    plain = [c for c in names.HAN if c not in "一二三四五六七八九十百千万两几半零第"]
+    return "".join(rng.choices(plain, k=rng.randint(*LENGTHS[rule])))
 
 
 @cache
