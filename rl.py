@@ -24,8 +24,9 @@ Left out: the fault curriculum; a critic; a weight for engine/trainer mismatch b
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
-Expect under small: the score of 200 unseen requests rises from 39 to 43 - 47, most of it in the first 20 rounds. The run ends with the same requests before and after, and leaves OUT/model (a
-Hugging Face directory), trajectories.jsonl (rank 0's), reward.png and think_length.png.
+Expect under small: the score of 200 unseen requests rises from 39 to 43 - 47, most of it in the first 20 rounds. The
+run ends with the same requests before and after, and leaves OUT/model (a Hugging Face directory), trajectories.jsonl
+(rank 0's), reward.png and think_length.png.
 
 metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
 stop/* = how rollouts ended; first_ratio_off = mean |rho_s - 1| before the first optimizer step; clip/s = share of votes
