@@ -25,8 +25,7 @@ older answers (each is trained on once, just after it was sampled).
     torchrun --nproc_per_node=2 opd.py --model DIR                  # prompts are sharded over ranks; a GPU each, if any
     python opd.py --model DIR --out runs/opd-small --resume         # continue after Ctrl-C or a crash, bit for bit
 
-Expect the KL to halve within ten steps: 0.68, 0.30 at step 10, 0.13 at step 40, for a base that had been trained on
-dialogues under one harness alone. 0 from the start means that nothing was forgotten. The run leaves OUT/model (a
+Expect the KL to halve within ten steps. 0 from the start means that nothing was forgotten. The run leaves OUT/model (a
 Hugging Face directory) and kl.png. Each step has new answers, in the small world to new prompts too, so the curve is
 its own evaluation; how much of the general skill comes back is for the general tests to say.
 
