@@ -1,34 +1,42 @@
-"""The rollout engine: drives thousands of agent loops in one batch, with log-probs and with KV reuse across turns.
+"""The rollout engine: drives thousands of agent loops in one batch, with log-probs, KV reuse and speculative decoding.
 
     u ~ U[0, 1) from the rollout's own generator         one number per token: same seed, same output in any batch
     token   = min { v : sum_{w <= v} p(w) > u }          p = softmax(logits / temperature), then top-k, then top-p
     logp    = log p(token)                               of the very distribution that was sampled from, in fp32
+    draft d accepted if u < p(d), else p without d       d = the likeliest guess of the policy's MTP head: lossless
 
 An agent loop is a generator: it yields a `Turn` (token ids to append) and is sent a `Sample` (what the policy said).
-Each loop holds a *row* of a KV buffer until it returns, tools included. One step is one forward pass over a flat list
-of tokens: one token of every row that is sampling, and all that is new of every row that begins a turn. Rows do not
-wait for each other; attention alone is padded, to the longest row. A new row first copies the longest prefix that it
-shares with some other row: the prompt of a group, or the system prompt of a harness, is computed once.
+Each loop holds a *row* (see rows.py) until it returns, tools included. One step is one forward pass over a flat list of
+tokens: of every row that is sampling its last token and the drafts that may follow, and of every row that begins a turn
+all that is new. Rows do not wait for each other. A new row first copies the longest prefix that it shares with some
+other row: the prompt of a group, or the system prompt of a harness, is computed once.
 
     engine = Engine(policy, slots=64, context=1024)
     loops = [run(harness, task.danmaku, task.open(), policy.codec, seed) for seed in seeds]
     trajectories = engine.run(loops, seeds)
     engine.stats                                         tokens_per_s, prefilled, reused, loop_ms_per_turn, ...
 
-Without a deadline a run is reproducible bit for bit; in another batch, or with a deadline, up to float rounding.
-`python bench/rollout.py` measures it: 3 to 6 times the tokens per second of `generate` on the whole history.
+After each step the head reads the model's own hidden states of the tokens that stayed, never those of drafts, and
+guesses `drafts` tokens on, one by one. The next step reads them at once with the token before; those that are accepted
+are the context's, and one more token is always won. A policy without a head takes the same way with no drafts.
 
-For Hugging Face causal LMs whose layers all have full attention and take an attention function of ours (tested with
-Qwen2, Qwen3 and Llama); the others are refused. The device is the model's; tested on CPU, not yet on CUDA.
-Left out: sliding-window and recurrent layers, paged memory, tensor parallelism; a serving engine has those.
+Without a deadline a run is reproducible bit for bit; in another batch, or with a deadline, up to float rounding.
+`python bench/rollout.py` measures it: 3 to 6 times the tokens per second of `generate` on the whole history;
+`python bench/speculate.py` what the drafts add.
+
+For Hugging Face causal LMs whose layers have full attention and take an attention function of ours, or gated-delta
+recurrence (tested with Qwen2, Qwen3, Llama, Qwen3-Next and the text model of Qwen3.5 and 3.6 with experts); others are
+refused. The device is the model's; tested on CPU, not yet on CUDA.
+Left out: trees of drafts and sampled drafts, sliding windows, paged memory, tensor parallelism; a serving engine has
+those.
 """
 
 import math
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -36,16 +44,19 @@ import common  # noqa: F401  before torch: it sets the OpenMP environment
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
 
 from chat import Sample, Turn
 from common import BadInput
 from model import Policy
+from rows import Buffer, by_rows, forward, guess, ones, plan, recurrent_layers
 
-GROW = 64  # the KV buffer grows by this many positions; multiples of 8 keep CUDA's masked attention on its fast path
 BUDGET = 4096  # tokens of new prompts in one step, the others wait for the next: bounds the activations
 GRACE = 1.0  # seconds that a loop may run on after its deadline, to end in order, before it counts as stuck
 SHARE = 16  # a shared prefix must be this much longer for a new row to wait a step until it can be copied
+PAUSE = (
+    64  # and this much for a prompt to be computed up to its end first, where a recurrent model's state is then saved
+)
+ENOUGH = 200  # verifications before a warning that drafting does not pay
 
 # ---------------------------------------------------------------------------------------------------------------------
 # sampling
@@ -93,103 +104,36 @@ def argmax(logits):
     return tokens, top - x.logsumexp(-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# keys, values and attention, row by row
+@torch.inference_mode()
+def verify(logits, drafts, uniforms, *, temperature=1.0, top_p=1.0, top_k=0, greedy=False, valid_vocab=None):
+    """Check k drafts of N sequences. -> accepted (N,) int64, tokens (N, k+1) int64, logps (N, k+1) fp32.
 
-
-class Buffer:
-    """Keys and values of all rows: per layer one (slots, KV, L, D) tensor each, L growing with the longest row.
-
-    It grows, rather than being cut from one of full length, so that its first N rows are contiguous.
+    logits (N, k+1, V): position i follows draft i - 1. drafts (N, k): the likeliest tokens of some head, so q is
+    one-hot; -1 where there is none. uniforms (N, k+1) fp32 in [0, 1). The first accepted + 1 tokens of a row are valid.
+    Draft i is accepted if uniforms[i] < p(draft). The token after the accepted ones comes from p without the refused
+    draft, by inverse CDF at the rest of the same number. Log-probs are those of p; greedy: of softmax(logits).
     """
-
-    def __init__(self, model, slots):
-        config = model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.device, self.dtype = model.device, model.dtype  # both walk over all weights: ask once, not in each step
-        empty = torch.empty(slots, kv_heads, 0, head_dim, dtype=self.dtype, device=self.device)
-        self.keys, self.values = [empty] * config.num_hidden_layers, [empty] * config.num_hidden_layers
-        self.slots, self.length = slots, 0
-
-    def reserve(self, length):
-        if length > self.length:
-            more = -(-length // GROW) * GROW - self.length
-            for tensors in (self.keys, self.values):
-                for i in range(len(tensors)):  # one at a time: the peak is little more than the result
-                    tensors[i] = F.pad(tensors[i], (0, 0, 0, more))
-            self.length += more
-
-    @torch.inference_mode()
-    def copy(self, source, target, length):
-        """Give row `target` the first `length` positions of row `source`."""
-        for tensor in self.keys + self.values:
-            tensor[target, :, :length] = tensor[source, :, :length]
-
-    @torch.inference_mode()
-    def clear(self, row):
-        """Zero a row. A NaN that stays would reach the row's next rollout: a weight of 0 times NaN is NaN."""
-        for tensor in self.keys + self.values:
-            tensor[row] = 0
-
-
-@dataclass
-class Step:
-    """One forward pass over T flat tokens of rows 0 .. N-1, in the order of the rows."""
-
-    row: torch.Tensor  # (T,) the row of each token
-    position: torch.Tensor  # (T,) its position there
-    last: torch.Tensor | None  # (N,) where each row's last token stands; None when every row has one (T == N)
-    bias: torch.Tensor  # (N, 1, 1, L) 0 where that last token may look, -inf elsewhere
-    spans: list[tuple[int, int, int, int]]  # (row, start, stop, past) of each row with more than one token
-    buffer: Buffer
-
-
-def attend(module, query, key, value, attention_mask, scaling, step: Step, **_):
-    """The attention function that transformers calls. query (1, H, T, D); key, value (1, KV, T, D) -> (1, T, H, D).
-
-    Stores the new keys and values in their rows. Then attends: the last tokens of all rows in one batched product, and
-    the few rows with several new tokens one by one (causal among the new, everything before them).
-    """
-    keys, values = step.buffer.keys[module.layer_idx], step.buffer.values[module.layer_idx]
-    keys[step.row, :, step.position] = key[0].transpose(0, 1)
-    values[step.row, :, step.position] = value[0].transpose(0, 1)
-    n, kv_heads, group = len(step.bias), key.shape[1], query.shape[1] // key.shape[1]
-    q = query[0].transpose(0, 1)  # (T, H, D)
-    last = (q if step.last is None else q[step.last]).reshape(n, kv_heads, group, -1)  # heads of one key side by side
-    if q.dtype == torch.float32:  # two thin products; SDPA takes 1.5 times as long for one query on a CPU
-        weights = torch.matmul(last * scaling, keys[:n].transpose(2, 3)).add_(step.bias).softmax(-1)
-        out = torch.matmul(weights, values[:n])
-    else:  # SDPA keeps the scores of half-precision queries and keys in fp32
-        bias = step.bias.expand(-1, -1, group, -1)
-        out = F.scaled_dot_product_attention(last, keys[:n], values[:n], bias, scale=scaling)
-    out = out.reshape(n, kv_heads * group, -1)
-    if step.last is None:
-        return out[None], None
-    flat = torch.empty_like(q)
-    flat[step.last] = out
-    for row, start, stop, past in step.spans:
-        k, v = (x[row : row + 1, :, : past + stop - start].repeat_interleave(group, dim=1) for x in (keys, values))
-        mask = torch.ones(stop - start, k.shape[2], dtype=torch.bool, device=k.device).tril_(past) if past else None
-        out = F.scaled_dot_product_attention(query[:, :, start:stop], k, v, mask, is_causal=not past, scale=scaling)
-        flat[start:stop] = out[0].transpose(0, 1)
-    return flat[None], None
-
-
-AttentionInterface.register("hat_rows", attend)
-
-
-@contextmanager
-def _row_attention(model):
-    """Inside, the model attends by rows and is in eval mode; the trainer's own state comes back afterwards."""
-    config, training = model.config.get_text_config(), model.training
-    before, config._attn_implementation = config._attn_implementation, "hat_rows"
-    model.eval()
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        model.train(training)
+    n, k = drafts.shape
+    flat = logits[..., :valid_vocab].flatten(0, 1)  # (N (k+1), V)
+    if greedy:
+        tokens, logps = (x.view(n, k + 1) for x in argmax(flat))
+        return (tokens[:, :k] == drafts).long().cumprod(-1).sum(-1), tokens, logps
+    p = (flat.float() / temperature).softmax(-1)
+    if top_k > 0 or top_p < 1:
+        values, order = _candidates(p, top_p, top_k)
+        values = values.masked_fill(values.cumsum(-1) - values >= top_p, 0)
+        p = torch.zeros_like(p).scatter_(-1, order, values / values.sum(-1, keepdim=True))
+    p, d = p.view(n, k + 1, -1), F.pad(drafts, (0, 1), value=-1)  # (N, k+1, V), (N, k+1)
+    chance = p.gather(-1, d.clamp(min=0)[..., None])[..., 0].masked_fill(d < 0, 0)  # (N, k+1)
+    accepted = (uniforms < chance)[:, :k].long().cumprod(-1).sum(-1)
+    at = torch.arange(n, device=p.device), accepted
+    rest = torch.where(torch.arange(p.shape[-1], device=p.device) == d[at][:, None], 0, p[at])  # (N, V)
+    cdf = rest.cumsum(-1)
+    total, u = cdf[:, -1:], ((uniforms - chance) / (1 - chance))[at]
+    goal = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    token = torch.searchsorted(cdf, goal, right=True).clamp_(max=cdf.shape[-1] - 1)  # (N, 1)
+    tokens = d.clamp(min=0).scatter(-1, accepted[:, None], token)
+    return accepted, tokens, p.gather(-1, tokens[..., None])[..., 0].log()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,22 +142,25 @@ def _row_attention(model):
 
 @dataclass(eq=False)
 class Row:
-    """A rollout in flight. Its context stands in Engine.tokens[slot, :length]."""
+    """A rollout in flight. Its context stands in Engine.tokens[slot, :length], what may follow right after it."""
 
     index: int  # among the rollouts
     slot: int  # among the rows
     loop: Generator
     rng: np.random.Generator
     deadline: float
-    cached: int  # leading tokens whose keys and values are in the buffer
+    cached: int  # leading tokens that the model has read: their keys and values are in the buffer
     length: int = 0  # tokens of the context, sampled ones included
-    state: str = "away"  # away: its loop is running; new: nothing of it has been computed; live: it is sampled
+    drafts: int = 0  # tokens after those that are only guessed
+    state: str = "away"  # away: its loop is running; new: its prompt is not yet computed; live: it is sampled
+    known: int = 0  # leading tokens that the slot's last rollout had too
     resumed: float = 0.0  # when its loop was last sent something
     limit: int = 0  # tokens that this turn may sample
     cut: str = "length"  # the finish when it reaches the limit
     ids: list[int] = field(default_factory=list)  # sampled in this turn
     logps: list[float] = field(default_factory=list)
     failed: bool = False
+    spoilt: bool = False  # by a NaN: the slot is to be cleared
 
 
 class Engine:
@@ -222,27 +169,24 @@ class Engine:
     slots: rollouts in flight at once. context: most tokens of a rollout, prompt and samples together.
     temperature > 0, top_p, top_k (0 = off): the distribution that is sampled. deadline_s: wall-clock seconds of a
     rollout from its start; a turn that it cuts ends with finish "error", and a loop that is stuck in a tool is given
-    up. Raises BadInput for values out of range and for models with other than full-attention layers.
+    up. drafts: tokens that the policy's MTP head guesses ahead, for the model to verify at once; 0, or a policy without
+    a head: one token at a time. Raises BadInput for values out of range and for models that `rows` does not know.
     KV memory is slots x longest context in use, in the model's dtype; it is freed when `run` returns.
     """
 
-    def __init__(self, policy: Policy, slots=64, context=1024, temperature=1.0, top_p=1.0, top_k=0, deadline_s=None):
-        config = policy.model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if not policy.model._supports_attention_backend:  # it would ignore ours: no cache, no mask, and no error
-            raise BadInput(f"{policy.path}: {config.model_type} models take no attention function of the engine's")
-        if kinds != {"full_attention"}:
+    def __init__(
+        self, policy: Policy, slots=64, context=1024, temperature=1.0, top_p=1.0, top_k=0, deadline_s=None, drafts=3
+    ):
+        recurrent_layers(policy.model, policy.path)
+        if not (temperature > 0 and 0 < top_p <= 1 and top_k >= 0 and slots >= 1 and context >= 2 and drafts >= 0):
             raise BadInput(
-                f"{policy.path}: the engine knows full_attention layers only, not {', '.join(sorted(kinds))}"
+                "engine: needs temperature > 0, 0 < top_p <= 1, top_k >= 0, slots >= 1, context >= 2 and drafts >= 0"
             )
-        if not (temperature > 0 and 0 < top_p <= 1 and top_k >= 0 and slots >= 1 and context >= 2):
-            raise BadInput("engine: needs temperature > 0, 0 < top_p <= 1, top_k >= 0, slots >= 1 and context >= 2")
-        if context > config.max_position_embeddings:
-            raise BadInput(
-                f"engine: context {context} is beyond {policy.path}'s {config.max_position_embeddings} positions"
-            )
+        positions = policy.model.config.get_text_config().max_position_embeddings
+        if context > positions:
+            raise BadInput(f"engine: context {context} is beyond {policy.path}'s {positions} positions")
         self.policy, self.slots, self.context, self.deadline_s = policy, slots, context, deadline_s
-        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.temperature, self.top_p, self.top_k, self.drafts = temperature, top_p, top_k, drafts
         self.vocab = policy.codec.vocab_size  # ids from here on are padding of the head and are never sampled
         self.stop_ids = frozenset(policy.codec.stop_ids)
         self.stats: dict[str, float] = {}
@@ -256,20 +200,26 @@ class Engine:
 
         stats: sampled, prefilled (tokens computed at the start of turns), reused (tokens that were not), turns, steps,
         expired, stuck, nan (rollouts cut by a NaN), seconds, model_s, loop_s, tokens_per_s (sampled), loop_ms_per_turn.
+        With an MTP head also draft_s, drafted (tokens), accepted (how often 0, 1, .. drafts of a row were right), and
+        accepted_length (tokens a verification yields), in its two conventions acceptance = accepted_length / (drafts +
+        1) and draft_acceptance = right drafts / drafted.
         """
         assert len(rollouts) == len(seeds), f"{len(rollouts)} rollouts but {len(seeds)} seeds"
-        counts = ("sampled", "prefilled", "reused", "turns", "steps", "expired", "stuck", "nan")
-        self.stats = stats = dict.fromkeys(counts, 0) | {"seconds": 0.0, "model_s": 0.0, "loop_s": 0.0}
+        self.head = getattr(self.policy, "mtp", None) if self.drafts else None
+        heads = [] if self.head is None else [self.head]
+        counts = ("sampled", "prefilled", "reused", "turns", "steps", "expired", "stuck", "nan", "drafted")
+        self.stats = stats = dict.fromkeys(counts, 0) | {"seconds": 0.0, "model_s": 0.0, "loop_s": 0.0, "draft_s": 0.0}
+        stats["accepted"] = [0] * (1 + self.drafts * len(heads))
         self.greedy, self.progress = greedy, progress or (lambda n: None)
         self.results = [None] * len(rollouts)
         self.waiting = deque(zip(range(len(rollouts)), rollouts, seeds, strict=True))
         self.rows: list[Row] = []  # rows[i] owns row i of the buffer; a gap is closed at once
         self.inbox = SimpleQueue()  # (row, what its loop answered, seconds it took)
-        self.buffer = Buffer(self.policy.model, min(self.slots, len(rollouts)))
-        self.tokens = np.zeros((self.buffer.slots, self.context), dtype=np.int64)
+        self.buffer = Buffer(self.policy.model, min(self.slots, len(rollouts)), extra=len(heads))
+        self.tokens = np.zeros((self.buffer.slots, self.context + 1), dtype=np.int64)
         began = time.perf_counter()
         try:
-            with _row_attention(self.policy.model):
+            with by_rows(self.policy.model, *heads):
                 while self.waiting or self.rows:
                     self._serve_loops()
                     if any(row.state != "away" for row in self.rows):
@@ -279,6 +229,18 @@ class Engine:
         stats["seconds"] = time.perf_counter() - began
         stats["tokens_per_s"] = stats["sampled"] / stats["seconds"]
         stats["loop_ms_per_turn"] = 1000 * stats["loop_s"] / max(1, stats["turns"])
+        if times := sum(stats["accepted"]):
+            right = sum(i * count for i, count in enumerate(stats["accepted"]))
+            stats["accepted_length"] = 1 + right / times
+            stats["acceptance"] = stats["accepted_length"] / (1 + self.drafts)
+            stats["draft_acceptance"] = right / stats["drafted"]
+            price = 1 + stats["draft_s"] / stats["model_s"]
+            if times >= ENOUGH and stats["accepted_length"] < price:
+                warnings.warn(
+                    f"drafting does not pay: with {self.drafts} drafts a step takes {price:.2f} times as long and has"
+                    f" {stats['accepted_length']:.2f} tokens; train the MTP head on this policy, or set drafts to 0",
+                    stacklevel=2,
+                )
         return self.results
 
     # -- the loops
@@ -339,10 +301,11 @@ class Engine:
             return self._close_turn(row, row.cut)
         if row.length:
             row.state = "live"
-            self.stats["reused"] += row.cached
         else:  # what the slot's previous rollout left behind may begin like this one
             row.state = "new"
-            row.cached = min(row.cached, stop - 1, int(_same(self.tokens[row.slot, None, :stop], turn.ids)[0]))
+            row.known = int(self._common(self.tokens[row.slot, None, :stop], np.array(turn.ids))[0])
+            row.cached = self.buffer.rewind(row.slot, row.known, row.cached)
+        self.stats["reused"] += row.cached
         self.tokens[row.slot, row.length : stop] = turn.ids
         row.length = stop
 
@@ -360,105 +323,188 @@ class Engine:
         if self.waiting:
             self.rows[row.slot] = self._start(row.slot, row.cached)
         elif (last := self.rows.pop()) is not row:
-            self.buffer.copy(last.slot, row.slot, last.cached)
+            self.buffer.move(last.slot, row.slot, last.cached)
             self.tokens[row.slot] = self.tokens[last.slot]
             last.slot, self.rows[row.slot] = row.slot, last
 
     # -- the model
 
     def _step(self):
-        """One forward pass, and one more token for each row that takes part."""
+        """One forward pass, and a token for each row whose context it completes; more where its drafts were right."""
         start = time.perf_counter()
-        part = self._choose()
+        fresh = self._choose()  # (N,)
+        past, drafts = np.array([(r.cached, r.drafts) for r in self.rows]).T
         # a row that sits out feeds its next token and forgets it: the place is written again when its turn comes
-        new = np.array([r.length - r.cached if takes else 1 for r, takes in zip(self.rows, part, strict=True)])
-        past = np.array([r.cached for r in self.rows])
-        logits = self._forward(new, past)  # (N, V)
-        if self.greedy:
-            tokens, logps = argmax(logits)
-        else:
-            u = [r.rng.random(dtype=np.float32) if takes else 0.0 for r, takes in zip(self.rows, part, strict=True)]
-            u = torch.tensor(u, dtype=torch.float32, device=logits.device)
-            tokens, logps = sample(logits, u, self.temperature, self.top_p, self.top_k)
-        tokens, logps, now = tokens.tolist(), logps.tolist(), time.perf_counter()
+        new = np.maximum(fresh + drafts, 1)
+        width = 1 + int(drafts.max())
+        self.buffer.reserve(int((past + new).max()))
+        step = plan(self.buffer, self.tokens, past, new, width, counts=fresh + drafts, hold=width > 1)
+        hidden = forward(self.policy.model, step)  # (T, H)
+        done = [n > 0 and r.cached + n == r.length for r, n in zip(self.rows, fresh.tolist())]
+        tokens, logps, right = self._sample(self._logits(hidden, new, drafts), drafts, done)
+        now = time.perf_counter()
         self.stats["steps"] += 1
         self.stats["model_s"] += now - start
-        self.stats["sampled"] += sum(part)
-        for row, takes, token, logp in zip(self.rows, part, tokens, logps, strict=True):
-            if takes:
-                self._append(row, token, logp, now)
-
-    def _append(self, row, token, logp, now):
-        if not row.ids:
-            self.stats["prefilled"] += row.length - row.cached
-        row.cached = row.length
-        if math.isnan(logp):
-            self.buffer.clear(row.slot)
-            self.tokens[row.slot] = row.cached = 0
-            return self._fail(row, "nan")
-        self.tokens[row.slot, row.length] = token
-        row.length += 1
-        row.ids.append(token)
-        row.logps.append(logp)
-        if token in self.stop_ids:
-            self._close_turn(row, "stop")
-        elif len(row.ids) == row.limit:
-            self._close_turn(row, row.cut)
-        elif now > row.deadline:
-            self._fail(row, "expired")
-
-    def _choose(self):
-        """Which rows take part in this step, as booleans; new rows get the prefix that they share with another.
-
-        A new row waits a step if some row is about to compute what it could then copy; the first in line never does.
-        """
-        n, part, spent = len(self.rows), [], 0
-        cached = np.array([r.cached for r in self.rows])
-        coming = np.zeros(n, dtype=np.int64)  # what new rows that take part will have after this step
+        kept = [1] * len(new)  # of the tokens, by row: none follows one that ends the turn
+        for i, (row, n) in enumerate(zip(self.rows, fresh.tolist())):
+            self.stats["prefilled"] += 0 if row.ids else n
+            row.cached += n
+            if done[i]:
+                kept[i] = self._append(row, tokens[i][: right[i] + 1], logps[i], now)
+                if drafts[i]:
+                    self.stats["drafted"] += int(drafts[i])
+                    self.stats["accepted"][min(right[i], kept[i])] += 1
+        read = np.where(fresh > 0, fresh + kept - 1, 0)  # tokens that now belong to the context
+        if step.held:
+            self.buffer.commit(step, np.where(new > width, 0, read))
+        if self.buffer.order:
+            for row in (r for r, n, ends in zip(self.rows, fresh, done) if n and not ends):
+                self.buffer.save(row.slot, row.cached)
+        if self.head is not None:
+            self._draft(hidden, past, new, np.maximum(read, 1))
+            self.stats["draft_s"] += time.perf_counter() - now
         for row in self.rows:
-            takes = row.state == "live"
-            if row.state == "new":
-                same = _same(self.tokens[:n, : row.length - 1], self.tokens[row.slot, : row.length - 1])  # (N,)
-                ready = np.minimum(same, cached)
-                source = int(ready.argmax())
-                if ready[source] > row.cached:
-                    self.buffer.copy(source, row.slot, int(ready[source]))
-                    row.cached = cached[row.slot] = int(ready[source])
-                takes = bool(np.minimum(same, coming).max() < row.cached + SHARE)
-            pending = row.length - row.cached
-            if takes and pending > 1:
-                takes = spent == 0 or spent + pending <= BUDGET
-                spent += takes * pending
-            if takes and row.state == "new":
-                row.state, coming[row.slot] = "live", row.length
-                self.stats["reused"] += row.cached
-            part.append(takes)
-        return part
+            if row.spoilt:
+                self.buffer.clear(row.slot)
+                row.spoilt = False
 
     @torch.inference_mode()
-    def _forward(self, new, past):
-        """Feed new[i] tokens of each row i, after the past[i] that are cached -> logits after its last one (N, V)."""
-        model, buffer, n = self.policy.model, self.buffer, len(new)
-        buffer.reserve(int((past + new).max()))
-        stop = new.cumsum()
-        row = np.repeat(np.arange(n), new)  # (T,)
-        position = np.arange(stop[-1]) + np.repeat(past + new - stop, new)  # (T,)
-        ids, row_, position_, last = (
-            torch.from_numpy(x).to(buffer.device) for x in (self.tokens[row, position], row, position, stop - 1)
-        )
-        seen = torch.arange(buffer.length, device=buffer.device) <= position_[last][:, None]  # (N, L)
-        bias = torch.zeros(seen.shape, dtype=buffer.dtype, device=buffer.device).masked_fill_(~seen, -math.inf)
-        spans = [(i, int(stop[i] - new[i]), int(stop[i]), int(past[i])) for i in np.flatnonzero(new > 1)]
-        step = Step(row_, position_, last if spans else None, bias[:, None, None], spans, buffer)
-        out = model(
-            input_ids=ids[None],
-            position_ids=position_[None],
-            attention_mask=bias[:1, None, None],  # ready-made, in four dimensions: transformers builds none of its own
-            use_cache=False,
-            logits_to_keep=last if spans else 0,
-            step=step,
-        )
-        return out.logits[0, :, : self.vocab]
+    def _logits(self, hidden, new, drafts):
+        """hidden (T, H) -> logits after the last token of each row's context, and after each of its drafts (N, Q, V).
+
+        Rows with fewer than Q - 1 drafts repeat their last.
+        """
+        n, last, width = len(new), new.cumsum() - 1, 1 + int(drafts.max())
+        if len(hidden) > n * width or (drafts < width - 1).any():
+            index = (last - drafts)[:, None] + np.minimum(np.arange(width), drafts[:, None])  # (N, Q)
+            hidden = hidden[torch.from_numpy(index.ravel()).to(hidden.device)]
+        logits = self.policy.model.get_output_embeddings()(hidden[None])[0]
+        return logits.view(n, width, -1)
+
+    @torch.inference_mode()
+    def _sample(self, logits, drafts, done):
+        """logits (N, Q, V) -> by row: tokens and their log-probs, Q of each, and how many of its drafts were right."""
+        if self.head is None:
+            if self.greedy:
+                tokens, logps = argmax(logits[:, 0, : self.vocab])
+            else:
+                u = [r.rng.random(dtype=np.float32) if ends else 0.0 for r, ends in zip(self.rows, done)]
+                u = torch.tensor(u, dtype=torch.float32, device=logits.device)
+                tokens, logps = sample(logits[:, 0, : self.vocab], u, self.temperature, self.top_p, self.top_k)
+            return tokens[:, None].tolist(), logps[:, None].tolist(), [0] * len(self.rows)
+        n, width, _ = logits.shape
+        guessed = np.full((n, width - 1), -1)
+        u = np.zeros((n, width), dtype=np.float32)
+        for i, row in enumerate(self.rows):
+            k = row.drafts
+            guessed[i, :k] = self.tokens[row.slot, row.length : row.length + k]
+            if done[i] and not self.greedy:
+                u[i, : k + 1] = row.rng.random(k + 1, dtype=np.float32)
+        guessed, u = torch.from_numpy(guessed).to(logits.device), torch.from_numpy(u).to(logits.device)
+        options = dict(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, greedy=self.greedy)
+        right, tokens, logps = verify(logits, guessed, u, **options, valid_vocab=self.vocab)
+        return tokens.tolist(), logps.tolist(), right.tolist()
+
+    def _append(self, row, tokens, logps, now):
+        """Add sampled tokens to a row, up to one that ends its turn. -> the number that belong to its context."""
+        row.drafts = 0
+        for kept, (token, logp) in enumerate(zip(tokens, logps), 1):
+            if math.isnan(logp):
+                self.tokens[row.slot] = row.cached = 0
+                row.spoilt = True
+                self._fail(row, "nan")
+                return kept
+            self.tokens[row.slot, row.length] = token
+            row.length += 1
+            row.ids.append(token)
+            row.logps.append(logp)
+            self.stats["sampled"] += 1
+            if token in self.stop_ids:
+                self._close_turn(row, "stop")
+                break
+            if len(row.ids) == row.limit:
+                self._close_turn(row, row.cut)
+                break
+        else:
+            if now > row.deadline:
+                self._fail(row, "expired")
+        row.cached = row.length - 1
+        return kept
+
+    def _choose(self):
+        """How many tokens of its context each row computes in this step (N,); 0: it sits out, or its loop is running.
+
+        A new row first gets the longest prefix that it shares with another, and waits a step if some row is about to
+        compute what it could then copy; the first in line never does. Recurrent states can be copied only where they
+        stand: a prompt is computed up to the end of what it shares with others, and then from there.
+        """
+        n, spent = len(self.rows), 0
+        cached = np.array([r.cached for r in self.rows])
+        coming = np.zeros(n, dtype=np.int64)  # what new rows that take part will have after this step
+        fresh = np.zeros(n, dtype=np.int64)
+        for row in self.rows:
+            if row.state == "away":
+                continue
+            stop, waits = row.length, False
+            if row.state == "new":
+                same = self._common(self.tokens[:n, :stop], self.tokens[row.slot, :stop])  # (N,)
+                same[row.slot] = row.known
+                ready = self.buffer.ready(same, cached)
+                source = int(ready.argmax())
+                if (more := int(ready[source]) - row.cached) > 0:
+                    self.buffer.copy(source, row.slot, row.cached + more, int(cached[source]))
+                    row.cached += more
+                    cached[row.slot] = row.cached
+                    self.stats["reused"] += more
+                waits = self.buffer.ready(same, coming).max() >= row.cached + SHARE
+                if self.buffer.order:
+                    stop = min(same[same >= row.cached + PAUSE], default=stop)
+            pending = int(stop) - row.cached
+            if waits or (pending > 1 and spent and spent + pending > BUDGET):
+                continue
+            spent += pending if pending > 1 else 0
+            fresh[row.slot] = pending
+            if row.state == "new":
+                coming[row.slot] = stop
+                row.state = "live" if stop == row.length else "new"
+        return fresh
+
+    def _common(self, contexts, ids):
+        """Leading tokens of each context (N, T) that a row with `ids` (T,) could take over: all but its last. (N,)"""
+        lag = 0 if self.head is None else 1  # the head's keys at a position know of the token after it
+        return np.clip(_same(contexts, ids) - lag, 0, len(ids) - 1)
+
+    @torch.inference_mode()
+    def _draft(self, hidden, past, new, read):
+        """Feed the head what the model has read, hidden (T, H) and the token that follows, and let it guess on.
+
+        Row i fed new[i] tokens after past[i], read[i] of which are in its context. Each guess is the likeliest token.
+        """
+        n, last = len(read), read.cumsum() - 1
+        want = [min(self.drafts, r.limit - len(r.ids) - 1) if r.state == "live" and r.ids else 0 for r in self.rows]
+        most = max(want)
+        self.buffer.reserve(int((past + read).max()) + most)
+        if (read < new).any():
+            index = np.repeat(new.cumsum() - new - (last + 1 - read), read) + np.arange(read.sum())
+            hidden = hidden[torch.from_numpy(index).to(hidden.device)]
+        width = int(max(read[read <= self.drafts + 1], default=1))
+        step = plan(self.buffer, self.tokens, past, read, width, ahead=1)
+        state, guesses = guess(self.policy.model, self.head, step, hidden), []  # (T, H)
+        position = step.position
+        if len(state) > n:
+            last = torch.from_numpy(last).to(state.device)
+            state, position = state[last], position[last]
+        for _ in range(most):
+            if guesses:
+                position = position + 1
+                state = guess(self.policy.model, self.head, ones(self.buffer, guesses[-1], position), state)
+            logits = self.policy.model.get_output_embeddings()(state)[:, : self.vocab]
+            guesses.append(logits.argmax(-1))  # (N,)
+        if most:
+            guesses = torch.stack(guesses, dim=1).cpu().numpy()  # (N, most)
+        for i, row in enumerate(self.rows):
+            row.drafts = want[i]
+            self.tokens[row.slot, row.length : row.length + want[i]] = guesses[i, : want[i]] if want[i] else 0
 
 
 def _talk(row, answer, inbox):

@@ -10,6 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from chat import Codec, Turn
 from common import BadInput
@@ -104,10 +105,17 @@ def of_family(family):
         vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=512, tie_word_embeddings=True,
     )  # fmt: skip
+    hybrid = shape | dict(
+        num_hidden_layers=4, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )  # fmt: skip
     config, model = {
         "qwen3": (Qwen3Config(**shape, num_key_value_heads=2, head_dim=16), Qwen3ForCausalLM),
         "qwen2": (Qwen2Config(**shape, num_key_value_heads=1), Qwen2ForCausalLM),
         "llama": (LlamaConfig(**shape, num_key_value_heads=4), LlamaForCausalLM),
+        "qwen3_next": (Qwen3NextConfig(**hybrid), Qwen3NextForCausalLM),
+        "qwen3_5_moe": (Qwen3_5MoeTextConfig(**hybrid), Qwen3_5MoeForCausalLM),
     }[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -116,20 +124,22 @@ def of_family(family):
     return Policy(model, tokenizer, Codec(tokenizer), family)
 
 
+HYBRID = ["qwen3_next", "qwen3_5_moe"]
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the same as a plain loop
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("slots", [1, 4, 16])
-def test_greedy_equals_plain_loop(family, slots):
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", *HYBRID])
+def test_greedy_equals_plain_loop(family):
     policy = of_family(family)
-    got = Engine(policy, slots=slots, context=256).run(loops(7), list(range(7)), greedy=True)
     want = [plain_greedy(policy, agent) for agent in loops(7)]
-    assert tokens_of(got) == tokens_of(want)
-    assert [r[3] for r in got] == [r[3] for r in want]
-    for a, b in zip(got, want, strict=True):
-        assert np.allclose(a[2], b[2], atol=1e-4)
+    for slots in (1, 4, 16):
+        got = Engine(policy, slots=slots, context=256).run(loops(7), list(range(7)), greedy=True)
+        assert tokens_of(got) == tokens_of(want)
+        assert [r[3] for r in got] == [r[3] for r in want]
+        for a, b in zip(got, want, strict=True):
+            assert np.allclose(a[2], b[2], atol=1e-4)
 
 
 def test_logps_are_those_of_the_trainer(policy):
@@ -203,6 +213,21 @@ def test_a_shared_prompt_is_computed_once(policy):
     engine.run([loop(prompt, 1, i) for i in range(8)], list(range(8)))
     assert engine.stats["prefilled"] == len(prompt) + 7
     assert engine.stats["reused"] == 7 * (len(prompt) - 1)
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_a_shared_prompt_is_computed_once_by_recurrent_layers_too(family, monkeypatch):
+    """Two groups: the beginning that all share, then each group's prompt; a later rollout finds their states saved."""
+    monkeypatch.setattr("infer.PAUSE", 8)
+    policy, words = of_family(family), random.Random(2).choices(range(WORDS), k=80)
+    a, b = words[:50], words[:20] + words[50:]  # 50 tokens each, the first 20 of them in common
+    engine = Engine(policy, slots=6, context=256)
+    got = engine.run([loop(p, 1, i) for i, p in enumerate([a, a, a, b, b, b, a, b])], list(range(8)))
+    assert engine.stats["prefilled"] == 50 + 30 - 2 + 8
+    assert engine.stats["reused"] == 20 + 6 * 49
+    agents = [loop(p, 1, i) for i, p in enumerate([a, a, a, b, b, b, a, b])]
+    want = Engine(policy, slots=1, context=256).run(agents, list(range(8)))
+    assert tokens_of(got) == tokens_of(want)
 
 
 def test_a_slot_remembers_the_prompt_of_its_last_rollout(policy):
