@@ -121,7 +121,8 @@ def of_family(family):
         torch.manual_seed(3)
         model = sharpen(model(config).eval())
     tokenizer = toy_tokenizer()
-    return Policy(model, tokenizer, Codec(tokenizer), family)
+    model.valid_vocab = (codec := Codec(tokenizer)).vocab_size
+    return Policy(model, tokenizer, codec, family)
 
 
 HYBRID = ["qwen3_next", "qwen3_5_moe"]

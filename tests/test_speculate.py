@@ -15,6 +15,8 @@ from infer import Engine
 from model import create, pad_batch, token_logps
 from test_infer import WORDS, loop, loops, of_family, prompts, sharpen, tokens_of, toy_tokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:drafting does not pay")
+
 EOS = WORDS + 1
 FAMILIES = ["qwen3", "qwen3_5_moe"]
 
@@ -114,24 +116,12 @@ def test_greedy_with_drafts_is_plain_greedy(told, kind):  # FAULTS 44, 45, 49
             assert np.allclose(a[2], b[2], atol=1e-4)
         if kind == "knows":
             assert engine.stats["draft_acceptance"] > 0.8
+            assert slots > 1 or engine.stats["steps"] < 0.45 * engine.stats["sampled"]
         if kind in ("worst", "broken"):
             assert engine.stats["draft_acceptance"] < 0.1
 
 
-def test_fewer_steps_the_better_the_drafts(told):
-    policy, want = told
-    steps = {}
-    for kind in ("knows", "half", "worst"):
-        policy.mtp = heads(policy.model, tokens_of(want))[kind]
-        engine = Engine(policy, slots=1, context=256, drafts=3)
-        engine.run(loops(7), list(range(7)), greedy=True)
-        steps[kind] = engine.stats["steps"]
-    sampled = sum(sum(r[1]) for r in want)
-    assert steps["knows"] < 0.45 * sampled
-    assert steps["knows"] < steps["half"] <= steps["worst"]
-
-
-@pytest.mark.parametrize("limit,context", [(1, 256), (2, 256), (3, 256), (5, 256), (12, 70)])
+@pytest.mark.parametrize("limit,context", [(1, 256), (2, 256), (3, 256), (12, 70)])
 def test_limits_inside_a_block(told, limit, context):  # FAULTS 49
     policy, _ = told
     policy.mtp = None
@@ -169,21 +159,30 @@ def guesses(policy, context, k):
     return follow[0, -k:].tolist()
 
 
+class Both(Untrained):
+    """Untrained, but at every third place it looks up what comes next: now and then drafts are right."""
+
+    def forward(self, model, ids, hidden, position_ids, **attention):
+        g = super().forward(model, ids, hidden, position_ids, **attention)
+        return torch.where((position_ids % 3 == 0)[..., None], self.book(model, ids, hidden, position_ids), g)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "llama"])
 def test_the_head_reads_true_hidden_states_of_the_whole_context(family, monkeypatch):
     """Over turns, copied prefixes, reused slots and accepted drafts, its keys are those of a fresh pass."""
     monkeypatch.setattr("infer.PAUSE", 8)
     policy = of_family(family)
-    policy.mtp = Untrained(policy.model)
-    with torch.no_grad():  # so that now and then a draft is right
-        policy.model.get_output_embeddings().weight[7] *= 3
+    want = Engine(policy, slots=9, context=256).run(loops(9, turns=2), list(range(9)), greedy=True)
+    policy.mtp = Both(policy.model)
+    policy.mtp.book = knows(policy.model, tokens_of(want))
     afresh = copy.deepcopy(policy)
     engine = Recorded(policy, slots=4, context=256, drafts=3)
     engine.seen = []
-    engine.run(loops(9, turns=2), list(range(9)))
-    assert engine.stats["reused"] > 100 and sum(engine.stats["accepted"][1:]) > 10
+    got = engine.run(loops(9, turns=2), list(range(9)), greedy=True)
+    assert tokens_of(got) == tokens_of(want)
+    assert engine.stats["reused"] > 100 and sum(engine.stats["accepted"][1:]) > 20
     assert len(engine.seen) > 80
-    for context, k in engine.seen[::2]:
+    for context, k in engine.seen[::3]:
         assert guesses(afresh, context[:-k], k) == context[-k:].tolist()
 
 
@@ -191,14 +190,27 @@ def test_the_head_reads_true_hidden_states_of_the_whole_context(family, monkeypa
 # sampling
 
 
+class Guided(Engine):
+    """Drafts what a copy of the model itself finds likeliest: many are accepted at any temperature."""
+
+    @torch.no_grad()
+    def _draft(self, *step):
+        super()._draft(*step)
+        for row in (r for r in self.rows if r.drafts):
+            for end in range(row.length, row.length + row.drafts):
+                logits = self.guide(torch.from_numpy(self.tokens[row.slot, None, :end])).logits[0, -1]
+                self.tokens[row.slot, end] = int(logits[: self.vocab].argmax())
+
+
 def test_log_probs_are_those_of_the_trainer(told):
-    policy, want = told
-    policy.mtp = knows(policy.model, tokens_of(want))
-    engine = Engine(policy, slots=5, context=256, temperature=0.7)
-    got = engine.run(loops(9), list(range(9)))
-    assert sum(engine.stats["accepted"][1:]) > 20
+    policy, _ = told
+    policy.mtp = Worst()
+    engine = Guided(policy, slots=5, context=256, temperature=0.2)
+    engine.guide = copy.deepcopy(policy.model)
+    got = engine.run(loops(5, turns=2), list(range(5)))
+    assert sum(engine.stats["accepted"][1:]) > 15
     ids, mask, logps = pad_batch(*(list(x) for x in zip(*(r[:3] for r in got), strict=True)))
-    assert (token_logps(policy.model, ids, mask, temperature=0.7) - logps).abs().max() < 2e-4
+    assert (token_logps(policy.model, ids, mask, temperature=0.2) - logps).abs().max() < 1e-3
 
 
 def test_same_seed_same_output_in_any_batch(told):
@@ -206,9 +218,10 @@ def test_same_seed_same_output_in_any_batch(told):
     policy.mtp = Untrained(policy.model)
     want = Engine(policy, slots=12, context=256).run(loops(9), list(range(9)))
     order = random.Random(5).sample(range(9), 9)
-    for slots in (1, 4):
-        got = Engine(policy, slots=slots, context=256).run([loops(9)[i] for i in order], order)
-        assert tokens_of(got) == [tokens_of(want)[i] for i in order]
+    got = Engine(policy, slots=4, context=256).run([loops(9)[i] for i in order], order)
+    assert tokens_of(got) == [tokens_of(want)[i] for i in order]
+    alone = Engine(policy, slots=1, context=256).run(loops(9)[3:4], [3])
+    assert tokens_of(alone) == tokens_of(want)[3:4]
 
 
 def test_without_drafts_a_head_changes_nothing(told):
@@ -311,9 +324,9 @@ def test_rollouts_have_the_distribution(kind):
 # what goes wrong, and what is counted
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_nan_does_not_outlive_its_rollout(family):
-    policy = of_family(family)
+def test_a_nan_does_not_outlive_its_rollout():
+    """Neither in the keys of model and head nor in recurrent states."""
+    policy = of_family("qwen3_5_moe")
     policy.mtp = Untrained(policy.model)
     with torch.no_grad():
         policy.model.get_input_embeddings().weight[(bad := WORDS + 20)] = float("nan")  # a padding row, never sampled
