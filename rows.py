@@ -67,6 +67,7 @@ class Buffer:
     from tensors of full length, so that the first N rows are contiguous.
     """
 
+    @torch.inference_mode()
     def __init__(self, model, slots, extra=0):
         config = model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -91,6 +92,7 @@ class Buffer:
             heads = (m.num_v_heads, m.head_k_dim, m.head_v_dim)
             self.delta = torch.zeros(*shape, *heads, dtype=torch.float32, device=self.device)
 
+    @torch.inference_mode()
     def reserve(self, length):
         if length > self.length:
             more = -(-length // GROW) * GROW - self.length
@@ -125,6 +127,7 @@ class Buffer:
             for states in (self.conv, self.delta):
                 states[:, target] = states[:, place]
 
+    @torch.inference_mode()
     def move(self, source, target, cached):
         """Row `source` goes on as row `target`."""
         self._forget(target)
@@ -217,6 +220,7 @@ class Step:
         return x if self.window is None else x[self.place]
 
 
+@torch.inference_mode()
 def plan(buffer, tokens, past, new, width=1, counts=None, hold=False, ahead=0) -> Step:
     """The forward pass of new[i] > 0 tokens of each row i that follow its first past[i].
 

@@ -105,6 +105,7 @@ def test_a_span_beside_held_windows_advances_at_once(family):
     assert near(buffer.delta[:, :2], fresh.delta[:, :2]) and near(buffer.conv[:, :2], fresh.conv[:, :2])
 
 
+@torch.inference_mode()
 def test_saved_states_follow_their_rows():
     model, buffer, tokens = toy("qwen3_5_moe")
     buffer.reserve(LENGTH)
