@@ -173,6 +173,27 @@ def test_the_gradient_is_clipped_and_zero_means_not_at_all(policy):
     assert norms == pytest.approx([log["grad_norm"], 0.1], rel=1e-3) and norms[0] > 0.2
 
 
+def test_without_segments_a_rollout_has_one_vote(policy):
+    """Its two halves share advantage, ratio and mean: the gradient is that of GSPO over the whole."""
+    whole = torch.tensor([[0, 1], [0, 2], [0, 0], [0, -1], [0, 1]], dtype=torch.float64)
+    log, merged = gradient(policy, whole, segments=False)
+    assert log["updates"] == 1 and log["clip/tool"] == 0
+    assert log["loss"] == pytest.approx(-(1 + 2 - 1 + 1) / 4, abs=0.2)  # four votes with ratios near 1
+    apart = gradient(policy, whole[:, [1, 1]])[1]
+    assert not all(torch.allclose(a, b) for a, b in zip(merged, apart, strict=True))
+
+
+def test_truncated_weights_leave_an_exact_engine_alone(policy):
+    """Where the engine's log-probs are the trainer's, weights and ratios are 1 with the correction and without."""
+    log, whole = gradient(policy, truncate=2.0)
+    assert log["first_ratio_off"] < 1e-6  # against the trainer's own, though the engine's here are made up
+    assert gradient(policy)[0]["first_ratio_off"] > 1e-3
+    assert any(g.abs().max() > 0 for g in whole)
+    for micro in (1, 2):
+        for a, b in zip(whole, gradient(policy, truncate=2.0, micro=micro)[1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
 def test_kl_pulls_towards_the_reference(policy, model_dir):
     """Nothing to itself. To another policy it is positive, and a step down its gradient alone makes it smaller."""
     (log, free), (same, itself) = gradient(policy), gradient(policy, kl=10.0, reference=policy)
@@ -187,31 +208,6 @@ def test_kl_pulls_towards_the_reference(policy, model_dir):
             p -= 0.01 * (b - a)
     closer = gradient(policy, kl=1.0, reference=other)[0]["loss"] - gradient(policy)[0]["loss"]
     assert 0 < closer < 0.99 * (held["loss"] - log["loss"])
-
-
-def test_seeds_of_a_step(flags):
-    """FAULTS 29, 30: a group shares task and faults, in rooms of their own; all else has its own seed, at any shard."""
-    cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--groups", "4"])
-    world, harness = rl.World.load(cfg.world), rl.Harness.load(cfg.harness)
-    first, second = (rl.training_jobs(cfg, world, harness, step, range(4)) for step in (1, 2))
-    _, tasks, rooms, seeds = zip(*first, *second)
-    assert len({task.seed for task in tasks}) == len({room.seed for room in rooms}) == 8
-    assert len(set(seeds)) == len(set(map(id, rooms))) == 16
-    pairs = [(task.seed, room.seed) for task, room in zip(tasks, rooms)]
-    assert pairs[::2] == pairs[1::2]
-    shard = rl.training_jobs(cfg, world, harness, 1, range(1, 4, 2))
-    assert [seed for *_, seed in shard] == [seeds[i] for i in (2, 3, 6, 7)]
-
-
-def test_hsa_rollouts_share_a_harness_in_a_group_and_differ_between_groups():
-    world, harness = rl.World.load("data/world/zh.json"), rl.Harness.load("data/harness")
-    cfg = rl.Config(groups=16, group_size=2, harness_mode="hsa")
-    commits = [h.commit for h, *_ in rl.training_jobs(cfg, world, harness, 1, range(16))]
-    assert commits[::2] == commits[1::2]  # a group is one task under one harness
-    assert 3 < commits[::2].count(harness.commit) < 13  # some groups on the original
-    assert len(set(commits)) > 4
-    fixed = rl.training_jobs(rl.Config(groups=4), world, harness, 1, range(4))
-    assert {h.commit for h, *_ in fixed} == {harness.commit}
 
 
 def test_run_leaves_its_files(whole):
