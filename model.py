@@ -10,17 +10,20 @@ sampled token, a chunk at a time, and is computed again in the backward pass: to
     ids, mask = pad_batch([t.ids for t in trajectories], [t.mask for t in trajectories])
     logps = token_logps(policy.model, ids, mask, temperature=1.0)  # (B, T)
 
-This file knows Hugging Face models; the stages above it see a `Policy`. Left out: model parallelism (accelerate's).
+This file knows Hugging Face models; the stages above it see a `Policy`. fsdp.py shards one over processes.
 """
 
 import math
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import common  # noqa: F401  before torch: it sets the OpenMP environment
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
@@ -52,13 +55,21 @@ class Policy:
     tokenizer: PreTrainedTokenizerFast
     codec: Codec
     path: str
+    root: nn.Module | None = None  # once sharded: the module that all weights hang on
 
-    def save(self, directory):
-        """Write model.safetensors, config.json and the tokenizer's files. The caller gives a temporary directory."""
-        self.model.save_pretrained(directory)
+    def __call__(self, function, *args, **kwargs):
+        """function(model, *args, **kwargs), where a sharded model gathers what it needs. Every rank calls it then."""
+        return (self.root or partial(_call, self.model))(function, *args, **kwargs)
+
+    def save(self, directory, weights=None):
+        """Write model.safetensors, config.json and the tokenizer's files. The caller gives a temporary directory.
+
+        weights: those of a sharded model, by name.
+        """
+        self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
-    def publish(self, path):
+    def publish(self, path, weights=None):
         """`save` as the directory `path`, whole or not at all: what stood there goes when all has reached the disk."""
         path = Path(path)
         temp, old = (path.with_name(f"{path.name}.{end}.tmp") for end in ("new", "old"))
@@ -66,13 +77,17 @@ class Policy:
             shutil.rmtree(torn, ignore_errors=True)
         with no_leftovers(temp, path):
             temp.mkdir(parents=True)
-            self.save(temp)
+            self.save(temp, weights)
             for each in (*temp.rglob("*"), temp):
                 fsync(each)
             if path.exists():
                 path.rename(old)
             temp.rename(path)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _call(model, function, *args, **kwargs):
+    return function(model, *args, **kwargs)
 
 
 def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
@@ -235,8 +250,12 @@ def optimizer_step(model, optimizer, grad_clip: float, ranks: Dist) -> float:
     A rank without samples takes part all the same. RuntimeError for a norm that is not finite.
     """
     for p in model.parameters():
-        p.grad = ranks.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf, error_if_nonfinite=True).item()
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if isinstance(p, DTensor):  # a share: FSDP2 has put the mean over the ranks there
+            p.grad.mul_(ranks.world)
+        else:
+            ranks.all_reduce_sum(p.grad)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf, error_if_nonfinite=True)
     optimizer.step()
     optimizer.zero_grad()
-    return norm
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -14,11 +14,13 @@ steps. objective.py has the equations, each with its variants; this file makes t
     python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
     python rl.py --normalise grpo --no-segments            # GRPO: sum, then normalise; one advantage a rollout
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
+    torchrun --nproc_per_node=8 rl.py --shard              # and so are weights and optimizer (fsdp.py)
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
 Expect under small: the score of 200 unseen requests rises from 39 to 43 - 47, most of it in the first 20 rounds. The
-run ends with the same requests before and after, and leaves OUT/model (a Hugging Face directory), trajectories.jsonl
-(rank 0's), reward.png and think_length.png.
+run ends with the same requests before and after, and leaves OUT/model (a Hugging Face directory), reward.png,
+think_length.png, trajectories.jsonl (the last evaluation, rank 0's) and, from each step that was saved, its ten worst
+and ten best rollouts in rollouts-STEP.jsonl: `python harness.py trace FILE` shows them.
 
 metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
 stop/* = how rollouts ended; first_ratio_off = mean |rho - 1| before the first optimizer step; clip/s = share of votes
@@ -32,6 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
@@ -49,6 +52,7 @@ from sim import NO_FAULTS, Faults, Task, World, make_task
 from facts import REWARDS
 from samples import Dimension, harness_for
 from model import Policy, learning_rate, load, optimizer_step, pad_batch, token_logps
+from fsdp import load_optimizer_state, optimizer_state, shard, weights, whole
 from infer import Engine
 from eval import collect, gather, summary
 from eval import measure as measure_rollout
@@ -104,6 +108,7 @@ class Config:
     warmup: int = option(2, "steps of linear warmup", min=0)
     lr_end: float = option(1.0, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
+    shard: bool = option(False, "torchrun: each process holds its share of weights and optimizer (FSDP2)")
     grad_clip: float = option(1.0, "largest gradient norm, over all ranks; 0 = no clip", min=0)
     ratio: Literal["token", "sequence", "plain"] = option("token", "GSPO in token form, in sequence form, or PPO's")
     clip_tool: tuple[float, float] = option((0.02, 0.03), "lo,hi of the tool segment", min=0)
@@ -116,6 +121,8 @@ class Config:
     eval_every: int = option(0, "steps between evaluations; 0 = only before and after", min=0)
     save_every: int = option(10, "steps between checkpoints", min=1)
 
+
+SHOWN = 10  # rollouts at either end of a step that are kept with each checkpoint
 
 PRESETS = {
     "tiny": dict(groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
@@ -185,7 +192,8 @@ def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks:
 
     def under(harnesses: list[Harness], what: str) -> tuple[dict, list[Trajectory]]:
         jobs = [(h, task, task.open(NO_FAULTS, task.seed), task.seed) for h, task in zip(harnesses, tasks)]
-        done = collect(engine, jobs, f"evaluation, {what}", ranks, greedy=True)
+        with whole(engine.policy):
+            done = collect(engine, jobs, f"evaluation, {what}", ranks, greedy=True)
         return summary(gather([measure(t, cfg) for t in done], list(mine), cfg.eval_requests, ranks)), done
 
     found, trajectories = under([harness] * len(tasks), "T1")
@@ -199,13 +207,22 @@ def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks:
 Micro = tuple[list[int], Tensor, Tensor, Tensor, Tensor]
 
 
+IDLE = Trajectory(ids=[0, 0], mask=[0, 1], logps=[0.0, 0.0], segment=[0, REPLY], think=[0, 0], state=[-1, 0])
+
+
 def micro_batches(trajectories: list[Trajectory], chosen: list[int], cfg: Config, ranks: Dist) -> Iterator[Micro]:
-    """(which, ids, mask, logps, segment) of a few of the chosen trajectories at a time, the last four (B, T)."""
-    for start in range(0, len(chosen), cfg.micro):
-        micro = chosen[start : start + cfg.micro]
-        columns = ([getattr(trajectories[i], name) for i in micro] for name in ("ids", "mask", "logps", "segment"))
+    """(which, ids, mask, logps, segment) of a few of the chosen trajectories at a time, the last four (B, T).
+
+    With sharded weights each rank must do what the others do: the one with fewer goes on with idle ones, which = [].
+    """
+    rounds = -(-len(chosen) // cfg.micro)
+    rounds = max(ranks.all(rounds)) if cfg.shard else rounds
+    for start in range(0, rounds * cfg.micro, cfg.micro):
+        which = chosen[start : start + cfg.micro]
+        micro = [trajectories[i] for i in which] or [IDLE]
+        columns = ([getattr(t, name) for t in micro] for name in ("ids", "mask", "logps", "segment"))
         ids, mask, logps, segment = pad_batch(*columns, device=ranks.device)
-        yield micro, ids, mask, logps, segment if cfg.segments else segment.bool() * REPLY
+        yield which, ids, mask, logps, segment if cfg.segments else segment.bool() * REPLY
 
 
 def own_logps(policy: Policy, trajectories: list[Trajectory], kept: list[int], cfg: Config, ranks: Dist) -> dict:
@@ -213,7 +230,7 @@ def own_logps(policy: Policy, trajectories: list[Trajectory], kept: list[int], c
     out = {}
     for which, ids, mask, *_ in micro_batches(trajectories, kept, cfg, ranks):
         with torch.no_grad():
-            rows = token_logps(policy.model, ids, mask, cfg.temperature).tolist()
+            rows = policy(token_logps, ids, mask, cfg.temperature).tolist()
         out |= {i: row[: len(trajectories[i].ids)] for i, row in zip(which, rows)}
     return out
 
@@ -238,18 +255,20 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
             continue
         chosen = [i for i in kept if minibatch[i] == k]
         for which, ids, mask, old, segment in micro_batches(trajectories, chosen, cfg, ranks):
-            logps, entropy = token_logps(policy.model, ids, mask, cfg.temperature, entropy=True)
-            a = advantages[which].to(ranks.device, torch.float32)
-            if cfg.truncate:
+            logps, entropy = policy(token_logps, ids, mask, cfg.temperature, entropy=True)
+            a = (advantages[which] if which else torch.zeros(1, len(SEGMENTS))).to(ranks.device, torch.float32)
+            if which and cfg.truncate:
                 rows = [trajectories[i].ids for i in which], [before[i] for i in which]
                 engine, old = old, pad_batch(*rows, device=ranks.device)[1]
                 a = a[..., None] * truncated_weights(old, engine, cfg.truncate)[:, None]
             loss, stats = policy_loss(logps, old, segment, a, clip, votes, cfg.ratio)
             if reference:
                 with torch.no_grad():
-                    anchor = token_logps(reference.model, ids, mask, cfg.temperature)
-                loss = loss + cfg.kl * kl_loss(logps, anchor, segment, votes)
+                    anchor = reference(token_logps, ids, mask, cfg.temperature)
+                loss = loss + cfg.kl * bool(which) * kl_loss(logps, anchor, segment, votes)
             loss.backward()
+            if not which:
+                continue
             count.update({f"{name}/{s}": x for name, each in stats.items() for s, x in zip(SEGMENTS, each.tolist())})
             count.update(loss=loss.item(), entropy=entropy.detach().sum().item(), tokens=mask.sum().item())
             if not norms:  # nothing has been updated yet: the ratio must be 1
@@ -282,11 +301,25 @@ def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Eng
     return engine
 
 
-def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, ranks: Dist) -> dict:
-    """Rollout, advantages, update. All randomness is seeded by (seed, step, index): a resumed step is the same step."""
+def extremes(trajectories: list[Trajectory], places: list[int], batch: dict[str, Tensor], ranks: Dist) -> list[dict]:
+    """The SHOWN worst and SHOWN best rollouts of all ranks by the mean of their rewards, the worst first."""
+    reward = torch.stack([batch[f"reward/{name}"] for name in REWARDS]).nanmean(0)
+    order = [i for i in reward.argsort(stable=True).tolist() if not reward[i].isnan()]
+    chosen = dict.fromkeys(order[:SHOWN] + order[-SHOWN:])
+    found = {i: t.to_dict() for i, t in zip(places, trajectories) if i in chosen}
+    found = {i: t for each in ranks.all(found) for i, t in each.items()}
+    return [found[i] for i in chosen]
+
+
+def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, ranks: Dist) -> tuple[dict, list[dict]]:
+    """Rollout, advantages, update: the log of the step, and its best and worst rollouts.
+
+    All randomness is seeded by (seed, step, index): a resumed step is the same step.
+    """
     started = time.perf_counter()
     mine = range(ranks.rank, cfg.groups, ranks.world)
-    trajectories = collect(engine, training_jobs(cfg, world, harness, step, mine), f"rollouts {step}", ranks)
+    with whole(engine.policy):
+        trajectories = collect(engine, training_jobs(cfg, world, harness, step, mine), f"rollouts {step}", ranks)
     rollout_s = time.perf_counter() - started
 
     groups = torch.arange(cfg.groups).repeat_interleave(cfg.group_size)  # (N,) of the global batch
@@ -307,7 +340,8 @@ def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, 
     log |= {"dropped": int((~kept).sum()), "dropped_groups": cfg.groups - len(groups[kept].unique())}
     log |= {"lr": learning_rate(step, cfg.steps, cfg)}
     log |= {"tokens_per_s": float(batch["tokens"].sum()) / rollout_s, "rollout_s": rollout_s}
-    return log | {"update_s": time.perf_counter() - started - rollout_s}
+    log |= {"update_s": time.perf_counter() - started - rollout_s}
+    return log, extremes(trajectories, places, batch, ranks)
 
 
 def main(argv: list[str]):
@@ -328,35 +362,44 @@ def main(argv: list[str]):
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     engine = engine or ready(saved[1] if saved else cfg.model, cfg, unseen, harness, ranks)
     policy, before, after = engine.policy, {}, {}
+    for each in (policy, reference) if cfg.shard and ranks.world > 1 else ():
+        if each:
+            shard(each)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     if saved:
-        optimizer.load_state_dict(saved[2]["optimizer"])
+        load_optimizer_state(policy, optimizer, saved[2]["optimizer"])
         before, after = saved[2]["before"], saved[2]["after"]
+
+    def keep(name: str, rows: list[dict]) -> None:
+        if ranks.rank == 0 and rows:
+            write_text(record.dir / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
     with Stop(ranks) as stop, tqdm(desc="steps", initial=record.start, total=cfg.steps, disable=ranks.rank > 0) as bar:
         for step in range(record.start + 1 if saved else 0, cfg.steps + 1):  # step 0 only evaluates
-            log = train_step(step, engine, reference, optimizer, world, harness, cfg, ranks) if step else {}
+            log, shown = {}, []
+            if step:
+                log, shown = train_step(step, engine, reference, optimizer, world, harness, cfg, ranks)
             if step in (0, cfg.steps) or (cfg.eval_every and step % cfg.eval_every == 0):
                 after, trajectories = evaluate(engine, unseen, harness, cfg, ranks)
                 before = before or after
                 log |= {f"eval/{name}": value for name, value in after.items()}
-                if ranks.rank == 0:
-                    lines = (json.dumps(t.to_dict(), ensure_ascii=False) + "\n" for t in trajectories)
-                    write_text(record.dir / "trajectories.jsonl", "".join(lines))
+                keep("trajectories.jsonl", [t.to_dict() for t in trajectories])
             record.log(step, **log)
             stopping = stop.requested
             if step == cfg.steps or step % cfg.save_every == 0 or stopping:
-                state = {"optimizer": optimizer.state_dict(), "before": before, "after": after}
-                save_checkpoint(record.dir, step, policy.save, state, ranks)
+                keep(f"rollouts-{step:06d}.jsonl", shown)
+                state = {"optimizer": optimizer_state(policy, optimizer), "before": before, "after": after}
+                save_checkpoint(record.dir, step, partial(policy.save, weights=weights(policy)), state, ranks)
             if step:
-                shown = ("score", "think/tool", "think/reply", "stop/length", "tokens_per_s")
-                bar.set_postfix({k: f"{log[k]:.3g}" for k in shown})
+                names = ("score", "think/tool", "think/reply", "stop/length", "tokens_per_s")
+                bar.set_postfix({k: f"{log[k]:.3g}" for k in names})
                 bar.update()
             if stopping:
                 break
 
+    final = weights(policy)
     if ranks.rank == 0:
-        policy.publish(record.dir / "model")
+        policy.publish(record.dir / "model", final)
         draw(record.dir, "reward.png", "mean reward of the rollouts", list(REWARDS))
         draw(record.dir, "think_length.png", "reasoning tokens per state", [f"think/{s}" for s in SEGMENTS])
         record.say(f"{cfg.eval_requests} unseen requests      before       after")
