@@ -25,7 +25,8 @@ and ten best rollouts in rollouts-STEP.jsonl: `python harness.py trace FILE` sho
 metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
 stop/* = how rollouts ended; first_ratio_off = mean |rho - 1| before the first optimizer step; clip/s = share of votes
 that the clip silences; fault_recovery = accuracy of rollouts on which a tool failed; eval/* = the fixed slice under the
-original harness, and eval/T2 the score of the same requests, each under a held-out variant of it.
+original harness without faults; of the same requests, eval/T2 = the score, each under a held-out variant of it, and
+eval/fault_recovery = the accuracy where a tool failed, at rates of a fifth.
 """
 
 import json
@@ -122,6 +123,7 @@ class Config:
     save_every: int = option(10, "steps between checkpoints", min=1)
 
 
+FAULTY = Faults(0.2, 0.15, 0.15)  # of the tools in the evaluation of recovery
 SHOWN = 10  # rollouts at either end of a step that are kept with each checkpoint
 
 PRESETS = {
@@ -183,22 +185,25 @@ def variant(harness: Harness, task: Task) -> Harness:
 
 
 def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks: Dist) -> tuple[dict, list[Trajectory]]:
-    """Greedy on the fixed slice, no faults: the summary over all ranks, and this rank's trajectories.
+    """Greedy on the fixed slice: the summary over all ranks, and this rank's trajectories, under the original harness.
 
-    Both are of the original harness; T2, the score of the same requests under their variants, stands in the summary.
+    Two numbers are of the same requests once more: T2, the score under their variants, and fault_recovery, the accuracy
+    where a tool failed, with tools that often do.
     """
     mine = range(ranks.rank, cfg.eval_requests, ranks.world)
     tasks = [evaluation_task(world, i) for i in mine]
 
-    def under(harnesses: list[Harness], what: str) -> tuple[dict, list[Trajectory]]:
-        jobs = [(h, task, task.open(NO_FAULTS, task.seed), task.seed) for h, task in zip(harnesses, tasks)]
+    def go(what: str, harnesses: list[Harness], faults: Faults) -> tuple[dict, list[Trajectory]]:
+        jobs = [(h, task, task.open(faults, task.seed), task.seed) for h, task in zip(harnesses, tasks)]
         with whole(engine.policy):
             done = collect(engine, jobs, f"evaluation, {what}", ranks, greedy=True)
         return summary(gather([measure(t, cfg) for t in done], list(mine), cfg.eval_requests, ranks)), done
 
-    found, trajectories = under([harness] * len(tasks), "T1")
-    del found["fault_recovery"]  # no tool fails here
-    return found | {"T2": under([variant(harness, task) for task in tasks], "T2")[0]["score"]}, trajectories
+    same = [harness] * len(tasks)
+    found, trajectories = go("T1", same, NO_FAULTS)
+    found["T2"] = go("T2", [variant(harness, task) for task in tasks], NO_FAULTS)[0]["score"]
+    found["fault_recovery"] = go("failing tools", same, FAULTY)[0]["fault_recovery"]
+    return found, trajectories
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,7 +408,7 @@ def main(argv: list[str]):
         draw(record.dir, "reward.png", "mean reward of the rollouts", list(REWARDS))
         draw(record.dir, "think_length.png", "reasoning tokens per state", [f"think/{s}" for s in SEGMENTS])
         record.say(f"{cfg.eval_requests} unseen requests      before       after")
-        for name in ("score", "T2", *REWARDS, *(f"think/{s}" for s in SEGMENTS)):
+        for name in ("score", "T2", *REWARDS, "fault_recovery", *(f"think/{s}" for s in SEGMENTS)):
             record.say(f"{name:22} {before[name]:>10.3f}  {after[name]:>10.3f}")
         record.say(f"{record.dir}: model/, trajectories.jsonl, reward.png, think_length.png")
 

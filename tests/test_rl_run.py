@@ -100,7 +100,9 @@ def rows(out):
 
 
 def seeded(out):
-    return [{k: v for k, v in row.items() if k in SEEDED or k.startswith("eval/")} for row in rows(out)]
+    """What of the rows depends on the seed alone; -1 for what there was nothing to count for."""
+    kept = [{k: v for k, v in row.items() if k in SEEDED or k.startswith("eval/")} for row in rows(out)]
+    return [{k: -1.0 if v is None else v for k, v in row.items()} for row in kept]
 
 
 def start(*words, launcher=()):
