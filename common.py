@@ -226,6 +226,16 @@ def code_version() -> str:
     return "unknown"
 
 
+def peak_mb() -> float:
+    """Most memory that this process has held so far, in MB; NaN where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    unit = 1 << 20 if sys.platform == "darwin" else 1 << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
 # ------------------------------------------------------------------------------------------------ processes and signals
 
 

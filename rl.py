@@ -40,7 +40,7 @@ from typing import Literal
 
 from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
 from curves import draw
-from common import checkpoints, load_checkpoint, save_checkpoint, seed_of, write_text
+from common import checkpoints, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
 
 import torch
 from torch import Tensor
@@ -345,7 +345,7 @@ def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, 
     log |= {"dropped": int((~kept).sum()), "dropped_groups": cfg.groups - len(groups[kept].unique())}
     log |= {"lr": learning_rate(step, cfg.steps, cfg)}
     log |= {"tokens_per_s": float(batch["tokens"].sum()) / rollout_s, "rollout_s": rollout_s}
-    log |= {"update_s": time.perf_counter() - started - rollout_s}
+    log |= {"update_s": time.perf_counter() - started - rollout_s, "peak_mb": peak_mb()}
     return log, extremes(trajectories, places, batch, ranks)
 
 

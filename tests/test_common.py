@@ -391,6 +391,12 @@ def test_some_checkpoint_loads_after_a_kill_at_any_moment(tmp_path):
         assert state["step"] == before and torch.equal(state["x"], torch.full((50_000,), float(before)))
 
 
+def test_peak_memory_is_in_mb():
+    before = common.peak_mb()
+    block = torch.zeros(60 << 18)  # 60 MB
+    assert 20 < before < 10_000 and common.peak_mb() >= before and block.sum() == 0
+
+
 # -------------------------------------------------------------------------------------------------- signals, processes
 
 
