@@ -372,14 +372,16 @@ def tell(cfg: Config, rounds: list[Round], own: list[dict], other: list[dict], w
 
 
 def fit(cfg: Config, works: list[Round], xs: list[int], ours: Ours, what: str) -> dict[str, float]:
-    """Median seconds of each round over its x, and the straight line through them; the rounds take turns."""
-    runs = [[ours(work)["seconds"] for work in works] for _ in range(cfg.repeats)]
-    seconds = [statistics.median(column) for column in zip(*runs)]
-    b, a = statistics.linear_regression(xs, seconds)
-    r2 = statistics.correlation(xs, seconds) ** 2
-    points = ", ".join(f"{s:.2f} at {x}" for x, s in zip(xs, seconds))
-    print(f"over {what:10} seconds = {a:.3f} + {b:.3g} x, R^2 = {r2:.4f}: {points}")
-    return {"a": round(a, 4), "b": float(f"{b:.4g}"), "r2": round(r2, 4)}
+    """The straight line through each round's median seconds over its x, and through its processor seconds."""
+    runs, found = [[ours(work) for work in works] for _ in range(cfg.repeats)], {}  # the rounds take turns
+    for key, name in (("seconds", ""), ("cpu_s", "cpu_")):
+        ys = [statistics.median(log[key] for log in column) for column in zip(*runs)]
+        b, a = statistics.linear_regression(xs, ys)
+        r2 = statistics.correlation(xs, ys) ** 2
+        points = ", ".join(f"{y:.2f} at {x}" for x, y in zip(xs, ys))
+        print(f"{what:9} {name}seconds = {a:.3f} + {b:.3g} x, R^2 = {r2:.4f}: {points}")
+        found |= {f"{name}a": round(a, 4), f"{name}b": float(f"{b:.4g}"), f"{name}r2": round(r2, 4)}
+    return found
 
 
 def main(argv):

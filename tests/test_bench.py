@@ -87,7 +87,8 @@ def test_bench_rl_step(model_dir):
     else:
         assert "TRL is not installed" in out
     for line in ("rollouts_fit", "tokens_fit"):
-        assert set(figures[line]) == {"a", "b", "r2"} and 0 <= figures[line]["r2"] <= 1
+        assert set(figures[line]) == {"a", "b", "r2", "cpu_a", "cpu_b", "cpu_r2"}
+        assert 0 <= figures[line]["r2"] <= 1 and figures[line]["cpu_b"] > 0  # more work costs more
 
 
 @pytest.mark.parametrize("wrong", ["--micro 4 --group-size 3", "--sizes 1,2", "--stretch 2,2,2"])
