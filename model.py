@@ -70,7 +70,7 @@ class Policy:
     def save(self, directory):
         """Write model.safetensors, config.json and the tokenizer's files. The caller gives a temporary directory."""
         head = self.mtp.tensors(self.model.dtype) if self.mtp else {}
-        self.model.save_pretrained(directory, state_dict=self.model.state_dict() | head)
+        self.model.save_pretrained(directory, **({"state_dict": self.model.state_dict() | head} if head else {}))
         self.tokenizer.save_pretrained(directory)
 
     def publish(self, path):

@@ -183,9 +183,9 @@ def acceptance(columns: Tensor, mask: Tensor) -> Tensor:
 
 def graft(policy: Policy, path: str | Path) -> None:
     """Give the policy the MTP head of the checkpoint `path`, a model of the same architecture."""
-    policy.mtp = read(path, policy.model)
-    if policy.mtp is None:
+    if not (head := read(path, policy.model)):
         raise BadInput(f"{path}: has no tensors mtp.*, so there is no head to graft")
+    policy.mtp = head
 
 
 class Learner:
