@@ -475,6 +475,10 @@ def test_micro_batches_and_chunks_do_not_change_the_step(policy, monkeypatch):
     """FAULTS 16: one denominator, first drafts of the whole batch."""
     ids, mask = sequences()
     log, norm, whole = gradients(policy, [(ids, mask)])
+    total, _, starts = mtp.loss(policy, *batch())
+    want = torch.autograd.grad(total / starts[..., 0].sum(), list(policy.mtp.parameters()))
+    for a, b in zip(whole, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     monkeypatch.setattr(mtp, "CHUNK", 5)
     other, again, parts = gradients(policy, [([i], [m]) for i, m in zip(ids, mask)])
     assert other == pytest.approx(log, rel=1e-4) and again == pytest.approx(norm, rel=1e-4)
