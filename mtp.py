@@ -98,14 +98,13 @@ def chain(head: MTP, model, ids: Tensor, starts: Tensor, hidden: Tensor) -> Iter
 
 
 def loss(
-    policy: Policy, ids: Tensor, mask: Tensor, hidden: Tensor | None = None, soft=True, temperature=1.0, depth=3
+    model, head: MTP, ids: Tensor, mask: Tensor, hidden: Tensor | None = None, soft=True, temperature=1.0, depth=3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of policy.mtp before the division by N, its columns (B, T, depth, 3), and `starts_of` the batch.
+    """The loss of the head before the division by N, its columns (B, T, depth, 3), and `starts_of` the batch.
 
     ids, mask (B, T), right-padded; hidden (B, T, H): the model's, if the caller has them. Gradients reach the head
     alone. Columns, without a gradient: D in nats, sum_v min(p, q), 1 if p and q agree on the likeliest token.
     """
-    head, model = policy.mtp, policy.model
     if hidden is None:
         with torch.no_grad():
             hidden = hidden_states(model, ids)
@@ -205,7 +204,9 @@ class Learner:
     def read(self, ids: Tensor, mask: Tensor, hidden: Tensor | None = None, train=True) -> None:
         """Take in a micro-batch (B, T): its gradient if it is to be trained on, and what the log wants of it."""
         with torch.set_grad_enabled(train):
-            total, columns, starts = loss(self.policy, ids, mask, hidden, self.soft, self.temperature, self.depth)
+            total, columns, starts = loss(
+                self.policy.model, self.policy.mtp, ids, mask, hidden, self.soft, self.temperature, self.depth
+            )
         counts = starts.sum((0, 1))
         if train and counts[0] > 0:
             total.backward()  # of the sum: how many there are is known at the step

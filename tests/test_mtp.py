@@ -359,7 +359,7 @@ def test_depth_two_is_the_head_on_its_own_output(shared):
 def test_loss_is_the_formula(shared, soft, temperature):
     """Every chain on its own, all logits at once, rows beyond the vocabulary left out."""
     ids, mask = batch()
-    total, columns, starts = mtp.loss(shared, ids, mask, None, soft, temperature)
+    total, columns, starts = mtp.loss(shared.model, shared.mtp, ids, mask, None, soft, temperature)
     hidden, lm_head = hidden_states(shared.model, ids), shared.model.get_output_embeddings()
 
     def logp(state):
@@ -406,7 +406,7 @@ def test_gradients_stay_in_the_head(policy):
     ids, mask = batch()
     hidden = hidden_states(policy.model, ids)
     hidden.retain_grad()
-    mtp.loss(policy, ids, mask, hidden)[0].backward()
+    mtp.loss(policy.model, policy.mtp, ids, mask, hidden)[0].backward()
     assert hidden.grad is None and all(p.grad is None for p in policy.model.parameters())
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in policy.mtp.parameters())
 
@@ -435,13 +435,13 @@ def test_the_policy_does_not_feel_the_head(path):
 def test_what_stands_outside_the_messages_does_not_count(shared):
     """FAULTS 42: other text after a message, or in the padding, leaves its drafts alone; so does the next sequence."""
     ids, mask = batch()
-    _, columns, starts = mtp.loss(shared, ids, mask)
+    _, columns, starts = mtp.loss(shared.model, shared.mtp, ids, mask)
     changed, last = ids.clone(), int(mask[0].nonzero().max())
     changed[0, last + 1 :], changed[2, 9:] = 11, 12
-    _, other, _ = mtp.loss(shared, changed, mask)
+    _, other, _ = mtp.loss(shared.model, shared.mtp, changed, mask)
     assert torch.equal(columns, other)
     single = pad_batch(*([part[1]] for part in sequences()), bucket=1)
-    _, alone, _ = mtp.loss(shared, *single)
+    _, alone, _ = mtp.loss(shared.model, shared.mtp, *single)
     torch.testing.assert_close(columns[1], F.pad(alone[0], (0, 0) * 2 + (0, 40 - len(alone[0]))), rtol=1e-3, atol=1e-4)
 
 
@@ -450,14 +450,14 @@ def test_nothing_to_draft(shared):
     alone = torch.zeros_like(mask)
     alone[:, 5] = 1
     for empty in (mask * 0, alone):
-        total, columns, starts = mtp.loss(shared, ids, empty)
+        total, columns, starts = mtp.loss(shared.model, shared.mtp, ids, empty)
         assert total == 0 and not columns.any() and not starts.any()
     learner = mtp.Learner(load(shared.path))
     learner.read(ids, alone)
     assert learner.step(ALONE) == 0.0 and learner.log(ALONE) == {}
     pair = alone.clone()
     pair[:, 6] = 1  # first drafts, and no second
-    assert mtp.loss(shared, ids, pair)[2].sum((0, 1)).tolist() == [3, 0, 0]
+    assert mtp.loss(shared.model, shared.mtp, ids, pair)[2].sum((0, 1)).tolist() == [3, 0, 0]
 
 
 def gradients(policy, parts, **options):
@@ -475,7 +475,7 @@ def test_micro_batches_and_chunks_do_not_change_the_step(policy, monkeypatch):
     """FAULTS 16: one denominator, first drafts of the whole batch."""
     ids, mask = sequences()
     log, norm, whole = gradients(policy, [(ids, mask)])
-    total, _, starts = mtp.loss(policy, *batch())
+    total, _, starts = mtp.loss(policy.model, policy.mtp, *batch())
     want = torch.autograd.grad(total / starts[..., 0].sum(), list(policy.mtp.parameters()))
     for a, b in zip(whole, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
@@ -537,7 +537,7 @@ def test_log_has_both_conventions(shared):
     """A perfect head: 4 of 4 and 3 of 3 (but for the ends of messages); the loss is 0 and says so."""
     ids, mask = [[0] * 3 + [1] * 401], [[0] * 3 + [1] * 401]
 
-    def perfect(policy, *batch, **_):
+    def perfect(*_):
         starts = mtp.starts_of(torch.tensor(mask), 3)
         columns = torch.zeros(*starts.shape, 3)
         columns[..., 1:] = starts[..., None]
