@@ -52,8 +52,9 @@ from augment import augment
 from sim import NO_FAULTS, Faults, Task, World, make_task
 from facts import REWARDS
 from samples import Dimension, harness_for
-from model import Policy, learning_rate, load, optimizer_step, pad_batch, token_logps
+from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, token_logps
 from fsdp import load_optimizer_state, optimizer_state, shard, weights, whole
+from mtp import Learner
 from infer import Engine
 from eval import collect, gather, summary
 from eval import measure as measure_rollout
@@ -109,6 +110,8 @@ class Config:
     warmup: int = option(2, "steps of linear warmup", min=0)
     lr_end: float = option(1.0, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
+    mtp: Literal["keep", "measure", "train"] = option("keep", "the MTP head: as it is, or measured, or trained along")
+    mtp_lr: float = option(1e-3, "AdamW learning rate of the head", min=0)
     shard: bool = option(False, "torchrun: each process holds its share of weights and optimizer (FSDP2)")
     grad_clip: float = option(1.0, "largest gradient norm, over all ranks; 0 = no clip", min=0)
     ratio: Literal["token", "sequence", "plain"] = option("token", "GSPO in token form, in sequence form, or PPO's")
@@ -230,6 +233,16 @@ def micro_batches(trajectories: list[Trajectory], chosen: list[int], cfg: Config
         yield which, ids, mask, logps, segment if cfg.segments else segment.bool() * REPLY
 
 
+@dataclass
+class Actors:
+    """What an update reads and moves: the policy with its optimizer, what it is held to, and who learns its drafts."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    reference: Policy | None = None
+    drafter: Learner | None = None
+
+
 def own_logps(policy: Policy, trajectories: list[Trajectory], kept: list[int], cfg: Config, ranks: Dist) -> dict:
     """Trajectory -> the log-probs that the trainer gives its tokens, as the engine's stand in it."""
     out = {}
@@ -240,12 +253,19 @@ def own_logps(policy: Policy, trajectories: list[Trajectory], kept: list[int], c
     return out
 
 
-def update(policy, reference, optimizer, trajectories, advantages, minibatch, cfg: Config, ranks: Dist) -> dict:
+def forward(model, ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and entropies (B, T) of the sampled tokens, and the hidden states (B, T, H) that they come from."""
+    hidden = hidden_states(model, ids)
+    return *token_logps(model, ids, mask, temperature, entropy=True, hidden=hidden), hidden
+
+
+def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch, cfg: Config, ranks: Dist) -> dict:
     """One round of optimizer steps on this rank's trajectories with advantages (n, 2); what the log wants of it.
 
     minibatch: (n,) which optimizer step each belongs to, whichever rank holds it. Trajectories whose advantages are all
     zero are dropped. Every rank takes the same step: a sum of loss terms under votes counted over all ranks.
     """
+    policy, drafter = actors.policy, actors.drafter
     clip = torch.tensor([cfg.clip_tool, cfg.clip_reply], device=ranks.device)
     count, norms, cast = Counter(), [], torch.zeros(cfg.minibatches, device=ranks.device)
     kept = [i for i in range(len(trajectories)) if advantages[i].any()]
@@ -260,31 +280,36 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
             continue
         chosen = [i for i in kept if minibatch[i] == k]
         for which, ids, mask, old, segment in micro_batches(trajectories, chosen, cfg, ranks):
-            logps, entropy = policy(token_logps, ids, mask, cfg.temperature, entropy=True)
+            logps, entropy, hidden = policy(forward, ids, mask, cfg.temperature)
             a = (advantages[which] if which else torch.zeros(1, len(SEGMENTS))).to(ranks.device, torch.float32)
             if which and cfg.truncate:
                 rows = [trajectories[i].ids for i in which], [before[i] for i in which]
                 engine, old = old, pad_batch(*rows, device=ranks.device)[1]
                 a = a[..., None] * truncated_weights(old, engine, cfg.truncate)[:, None]
             loss, stats = policy_loss(logps, old, segment, a, clip, votes, cfg.ratio)
-            if reference:
+            if actors.reference:
                 with torch.no_grad():
-                    anchor = reference(token_logps, ids, mask, cfg.temperature)
+                    anchor = actors.reference(token_logps, ids, mask, cfg.temperature)
                 loss = loss + cfg.kl * bool(which) * kl_loss(logps, anchor, segment, votes)
             loss.backward()
             if not which:
                 continue
+            if drafter:
+                drafter.read(ids, mask, hidden, train=cfg.mtp == "train")
             count.update({f"{name}/{s}": x for name, each in stats.items() for s, x in zip(SEGMENTS, each.tolist())})
             count.update(loss=loss.item(), entropy=entropy.detach().sum().item(), tokens=mask.sum().item())
             if not norms:  # nothing has been updated yet: the ratio must be 1
                 count.update(first=stats["deviation"].sum().item() / cast[k])
-        norms.append(optimizer_step(policy.model, optimizer, cfg.grad_clip, ranks))
+        norms.append(optimizer_step(policy.model, actors.optimizer, cfg.grad_clip, ranks))
+        if drafter and cfg.mtp == "train":
+            drafter.step(ranks)
     if not norms:
         return {"updates": 0}
     names = ["loss", "first", "entropy", "tokens", *(f"{name}/{s}" for name in ("clipped", "votes") for s in SEGMENTS)]
     total = {name: x.item() for name, x in gather([{name: count[name] for name in names}], [0], 1, ranks).items()}
     log = {"updates": len(norms), "loss": total["loss"] / cfg.minibatches, "grad_norm": sum(norms) / len(norms)}
     log |= {f"clip/{s}": total[f"clipped/{s}"] / max(1, total[f"votes/{s}"]) for s in SEGMENTS}
+    log |= {f"mtp/{name}": x for name, x in drafter.log(ranks).items()} if drafter else {}
     return log | {"entropy": total["entropy"] / total["tokens"], "first_ratio_off": total["first"]}
 
 
@@ -292,11 +317,17 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
 # the run
 
 
+def drafter_of(policy: Policy, cfg: Config) -> Learner | None:
+    """Who reads the updates for the MTP head; BadInput if the policy has none."""
+    return Learner(policy, cfg.mtp_lr, temperature=cfg.temperature) if cfg.mtp != "keep" else None
+
+
 def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Engine:
     """The engine over the policy at `path`; BadInput for what it cannot run, --context among it."""
     engine = Engine(
         load(path, ranks.device), cfg.slots, cfg.context, cfg.temperature, deadline_s=cfg.deadline_s or None
     )
+    drafter_of(engine.policy, cfg)
     for task in (evaluation_task(world, i) for i in range(cfg.eval_requests)):
         for h in (harness, variant(harness, task)):
             turn = next(run(h, task.danmaku, task.open(), engine.policy.codec), None)  # None: a hook denies it
@@ -316,7 +347,9 @@ def extremes(trajectories: list[Trajectory], places: list[int], batch: dict[str,
     return [found[i] for i in chosen]
 
 
-def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, ranks: Dist) -> tuple[dict, list[dict]]:
+def train_step(
+    step: int, engine: Engine, actors: Actors, world: World, harness: Harness, cfg: Config, ranks: Dist
+) -> tuple[dict, list[dict]]:
     """Rollout, advantages, update: the log of the step, and its best and worst rollouts.
 
     All randomness is seeded by (seed, step, index): a resumed step is the same step.
@@ -335,11 +368,10 @@ def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, 
     advantages = advantages_of(batch, groups, cfg)
     order = torch.randperm(cfg.groups, generator=torch.Generator().manual_seed(seed_of(cfg.seed, "minibatch", step)))
 
-    for group in optimizer.param_groups:
+    for group in actors.optimizer.param_groups:
         group["lr"] = learning_rate(step, cfg.steps, cfg)
     minibatch = order[groups] % cfg.minibatches
-    own = (trajectories, advantages[places], minibatch[places])
-    log = summary(batch) | update(engine.policy, reference, optimizer, *own, cfg, ranks)
+    log = summary(batch) | update(actors, trajectories, advantages[places], minibatch[places], cfg, ranks)
 
     kept = advantages.any(1)
     log |= {"dropped": int((~kept).sum()), "dropped_groups": cfg.groups - len(groups[kept].unique())}
@@ -354,6 +386,8 @@ def main(argv: list[str]):
     ranks = dist(None if cfg.device == "auto" else cfg.device)
     if cfg.groups % ranks.world or cfg.eval_requests < ranks.world:
         raise BadInput(f"--groups must be a multiple of the {ranks.world} processes, --eval-requests no less than them")
+    if cfg.shard and cfg.mtp != "keep":
+        raise BadInput("--shard and --mtp: a head is not trained on a sharded policy; train it afterwards with mtp.py")
     if cfg.think_full <= cfg.think_free:
         raise BadInput(f"--think-full {cfg.think_full} must be above --think-free {cfg.think_free}")
     world, unseen = World.load(cfg.world, "train"), World.load(cfg.world, "test")
@@ -371,8 +405,11 @@ def main(argv: list[str]):
         if each:
             shard(each)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
+    actors = Actors(policy, optimizer, reference, drafter := drafter_of(policy, cfg))
     if saved:
         load_optimizer_state(policy, optimizer, saved[2]["optimizer"])
+        if drafter:
+            drafter.optimizer.load_state_dict(saved[2]["drafter"])
         before, after = saved[2]["before"], saved[2]["after"]
 
     def keep(name: str, rows: list[dict]) -> None:
@@ -383,7 +420,7 @@ def main(argv: list[str]):
         for step in range(record.start + 1 if saved else 0, cfg.steps + 1):  # step 0 only evaluates
             log, shown = {}, []
             if step:
-                log, shown = train_step(step, engine, reference, optimizer, world, harness, cfg, ranks)
+                log, shown = train_step(step, engine, actors, world, harness, cfg, ranks)
             if step in (0, cfg.steps) or (cfg.eval_every and step % cfg.eval_every == 0):
                 after, trajectories = evaluate(engine, unseen, harness, cfg, ranks)
                 before = before or after
@@ -394,6 +431,7 @@ def main(argv: list[str]):
             if step == cfg.steps or step % cfg.save_every == 0 or stopping:
                 keep(f"rollouts-{step:06d}.jsonl", shown)
                 state = {"optimizer": optimizer_state(policy, optimizer), "before": before, "after": after}
+                state |= {"drafter": drafter.optimizer.state_dict()} if drafter else {}
                 save_checkpoint(record.dir, step, partial(policy.save, weights=weights(policy)), state, ranks)
             if step:
                 names = ("score", "think/tool", "think/reply", "stop/length", "tokens_per_s")

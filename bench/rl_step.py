@@ -153,7 +153,8 @@ class Ours:
         engine = Hearing(self.policy, len(work.tasks), max(len(t.ids) for t in work.dialogues))
         engine.expect(work, self.policy.model)
         start = now()
-        log, _ = rl.train_step(work.step, engine, None, self.optimizer, self.world, self.harness, work.options, ALONE)
+        actors = rl.Actors(self.policy, self.optimizer)
+        log, _ = rl.train_step(work.step, engine, actors, self.world, self.harness, work.options, ALONE)
         log |= spent(start)
         if engine.held != [t.ids for t in work.dialogues]:
             raise RuntimeError("rl.py holds other tokens than the teacher's dialogues")

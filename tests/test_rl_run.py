@@ -25,6 +25,7 @@ import torch
 import eval as evaluation
 import rl
 from chat import REPLY, TOOL, Sample, Turn
+from model import MTP
 from oracle import teach
 
 SEEDED = (
@@ -132,7 +133,7 @@ def policy(model_dir):
 ADVANTAGES = torch.tensor([[1, -1], [0.5, 2], [0, 0], [-1, 0], [0, 1]], dtype=torch.float64)
 
 
-def gradient(policy, advantages=ADVANTAGES, minibatch=(0,) * 5, reference=None, **options):
+def gradient(policy, advantages=ADVANTAGES, minibatch=(0,) * 5, reference=None, drafter=None, **options):
     """Log of an update on babble of five lengths, and its gradients summed over the minibatches; no weight moves."""
     trajectories = []
     for i, n in enumerate((3, 140, 40, 7, 9)):
@@ -146,7 +147,8 @@ def gradient(policy, advantages=ADVANTAGES, minibatch=(0,) * 5, reference=None, 
     optimizer.zero_grad = lambda: None
     policy.model.zero_grad()
     cfg = rl.Config(**options)
-    log = rl.update(policy, reference, optimizer, trajectories, advantages, minibatch, cfg, common.ALONE)
+    actors = rl.Actors(policy, optimizer, reference, drafter)
+    log = rl.update(actors, trajectories, advantages, minibatch, cfg, common.ALONE)
     return log, [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.model.parameters()]
 
 
@@ -206,6 +208,39 @@ def test_truncated_weights_leave_an_exact_engine_alone(policy):
     for micro in (1, 2):
         for a, b in zip(whole, gradient(policy, truncate=2.0, micro=micro)[1], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_a_head_that_learns_along_leaves_the_policy_alone(policy):
+    """FAULTS 38, 39: the same log and gradient of the policy, bit for bit; only with `train` does the head move."""
+    log, alone = gradient(policy)
+    for how in ("measure", "train"):
+        policy.mtp = MTP(policy.model)
+        before = [p.clone() for p in policy.mtp.parameters()]
+        same, beside = gradient(policy, drafter=rl.Learner(policy, lr=0.01), mtp=how)
+        assert {k: v for k, v in same.items() if not k.startswith("mtp/")} == log
+        assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(before, policy.mtp.parameters(), strict=True))
+        assert moved == (how == "train") and 1 <= same["mtp/length"] <= 4 and same["mtp/loss_1"] > 0
+    policy.mtp = None
+
+
+def test_a_run_trains_the_head_along_and_resumes(flags, whole, tmp_path):
+    """FAULTS 41: the head is saved with the policy, whose curve is as without it; a resume changes nothing."""
+    policy = rl.load(next(flags[i + 1] for i, word in enumerate(flags) if word == "--model"))
+    policy.mtp = MTP(policy.model)
+    policy.publish(tmp_path / "model")
+    words = [*flags, "--model", str(tmp_path / "model"), "--mtp", "train"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "score", fake_score)
+        rl.main([*words, "--steps", "4", "--out", str(tmp_path / "one")])
+        rl.main([*words, "--steps", "2", "--out", str(tmp_path / "two")])
+        rl.main([*words, "--steps", "4", "--out", str(tmp_path / "two"), "--resume"])
+    assert seeded(tmp_path / "one") == seeded(whole) and seeded(tmp_path / "two")[3:] == seeded(whole)[3:]
+    one, two = (rl.load(tmp_path / name / "model") for name in ("one", "two"))
+    heads = [[p for p in each.mtp.parameters()] for each in (policy, one, two)]
+    assert all(torch.equal(a, b) for a, b in zip(*heads[1:], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(*heads[:2], strict=True))
+    assert all("mtp/length" in row for row in rows(tmp_path / "one") if row.get("updates"))
 
 
 def test_kl_pulls_towards_the_reference(policy, model_dir):
@@ -366,6 +401,8 @@ def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):
         (["--context", "40"], "--context 40: a prompt has"),
         (["--context", "5000"], "context 5000 is beyond"),
         (["--groups", "0"], "--groups"),
+        (["--shard", "--mtp", "train"], "a head is not trained on a sharded policy"),
+        (["--mtp", "train"], "has no MTP head; mtp.py trains one for it"),
         (["--model", "nowhere"], "nowhere: no such model directory"),
         (["--clip-tol", "1,2"], "--clip-tool"),
         (["--clip-tool", "0.1"], "--clip-tool: '0.1' is not 2 values"),
@@ -384,7 +421,7 @@ def test_a_step_in_which_nothing_was_sampled_is_refused(flags, policy, tmp_path)
     cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--context", "40"])
     engine, world = rl.Engine(policy, 4, cfg.context), rl.World.load(cfg.world)
     with pytest.raises(common.BadInput, match="no rollout sampled a token"):
-        rl.train_step(1, engine, None, None, world, rl.Harness.load(cfg.harness), cfg, common.ALONE)
+        rl.train_step(1, engine, rl.Actors(policy, None), world, rl.Harness.load(cfg.harness), cfg, common.ALONE)
 
 
 if __name__ == "__main__":
