@@ -235,7 +235,9 @@ def test_a_run_trains_the_head_along_and_resumes(flags, whole, tmp_path):
         rl.main([*words, "--steps", "4", "--out", str(tmp_path / "one")])
         rl.main([*words, "--steps", "2", "--out", str(tmp_path / "two")])
         rl.main([*words, "--steps", "4", "--out", str(tmp_path / "two"), "--resume"])
-    assert seeded(tmp_path / "one") == seeded(whole) and seeded(tmp_path / "two")[3:] == seeded(whole)[3:]
+    assert seeded(tmp_path / "one")[3:] == seeded(tmp_path / "two")[3:]
+    for got, want in zip(seeded(tmp_path / "one"), seeded(whole), strict=True):
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-5)
     one, two = (rl.load(tmp_path / name / "model") for name in ("one", "two"))
     heads = [[p for p in each.mtp.parameters()] for each in (policy, one, two)]
     assert all(torch.equal(a, b) for a, b in zip(*heads[1:], strict=True))
