@@ -24,6 +24,7 @@ from typing import Literal
 from common import BadInput
 
 ENV, TOOL, REPLY = 0, 1, 2  # Trajectory.segment: environment text, tool-call state, reply state
+SEGMENTS = {"tool": TOOL, "reply": REPLY}  # those that a policy says
 
 # ---------------------------------------------------------------------------------------------------------------------
 # messages and trajectories

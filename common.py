@@ -226,6 +226,16 @@ def code_version() -> str:
     return "unknown"
 
 
+def peak_mb() -> float:
+    """Most memory that this process has held so far, in MB; NaN where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    unit = 1 << 20 if sys.platform == "darwin" else 1 << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
 # ------------------------------------------------------------------------------------------------ processes and signals
 
 
@@ -251,12 +261,16 @@ class Dist:
             self.group.broadcast_object_list(box, device=self.device)
         return box[0]
 
+    def all(self, value: Any) -> list:
+        """The `value` of every rank, on every rank."""
+        values = [value] * self.world
+        if self.world > 1:
+            self.group.all_gather_object(values, value)
+        return values
+
     def any(self, flag: bool) -> bool:
         """Is `flag` true on any rank?"""
-        flags = [flag] * self.world
-        if self.world > 1:
-            self.group.all_gather_object(flags, flag)
-        return any(flags)
+        return any(self.all(flag))
 
     def barrier(self) -> None:
         self.any(False)
@@ -396,15 +410,15 @@ def find_run(out: str, base: str, resume: bool) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-# ckpt-000010/ holds model/, state-<rank>.pt, config.json and files.json (size and CRC of each file). The
-# directory appears under this name by one rename, when all of it has reached the disk.
+# ckpt-000010/ holds model/, state.pt, config.json and files.json (size and CRC of each file). The directory appears
+# under this name by one rename, when all of it has reached the disk. Nothing in it depends on the number of processes.
 
 
 def save_checkpoint(run_dir: Path, step: int, write_model: Callable, state: dict, ranks: Dist = ALONE) -> Path:
     """Save the state after `step` steps and drop all but the newest two checkpoints. All ranks must call it.
 
-    write_model(dir) writes model and tokenizer into the new `dir`, on rank 0 only; `state` is each rank's own: tensors,
-    numbers, strings and containers of them (optimizer, RNG, cursor). On any failure, a full disk (BadInput) among
+    write_model(dir) writes model and tokenizer into the new `dir`. `state` is what every rank has: tensors, numbers,
+    strings and containers of them (optimizer, cursor). Rank 0 writes both. On any failure, a full disk (BadInput) among
     them, what was there before stays.
     """
     import torch
@@ -419,11 +433,8 @@ def save_checkpoint(run_dir: Path, step: int, write_model: Callable, state: dict
             remove_torn(run_dir)
             (temp / "model").mkdir(parents=True)
             write_model(temp / "model")
-        ranks.barrier()
-        with open(temp / f"state-{ranks.rank}.pt", "wb") as file:  # torch's own writer hides why it fails
-            torch.save(state, file)
-        ranks.barrier()
-        if ranks.rank == 0:
+            with open(temp / "state.pt", "wb") as file:  # torch's own writer hides why it fails
+                torch.save(state, file)
             seal(temp)
             os.replace(temp, path)
             fsync(path.parent)
@@ -447,7 +458,7 @@ def no_leftovers(temp: Path, path: Path) -> Iterator[None]:
 
 
 def load_checkpoint(run_dir: str | Path, ranks: Dist = ALONE) -> tuple[int, Path, dict]:
-    """(step, model directory, this rank's state) of the newest checkpoint; BadInput names a file that is damaged."""
+    """(step, model directory, state) of the newest checkpoint; BadInput names a file that is damaged."""
     import torch
 
     if not (found := checkpoints(run_dir)):
@@ -457,10 +468,7 @@ def load_checkpoint(run_dir: str | Path, ranks: Dist = ALONE) -> tuple[int, Path
     for name in files if ranks.rank == 0 else ():  # one rank reads all of it; the others could say nothing else
         if not (path / name).is_file() or fingerprint(path / name) != files[name]:
             raise BadInput(f"{path / name}: missing or damaged; remove {path} to go on from the one before it")
-    saved = sum(name.startswith("state-") for name in files)
-    if saved != ranks.world:
-        raise BadInput(f"{path}: saved by {saved} processes, cannot be resumed by {ranks.world}")
-    return step_of(path), path / "model", torch.load(path / f"state-{ranks.rank}.pt", "cpu", weights_only=True)
+    return step_of(path), path / "model", torch.load(path / "state.pt", "cpu", weights_only=True)
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:

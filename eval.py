@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from chat import REPLY, TOOL, Codec, Sample, StopReason, Trajectory, Turn
+from chat import REPLY, SEGMENTS, Codec, Sample, StopReason, Trajectory, Turn
 from data.make_sets import SETS, Sets, hash_of, lines_of, stage
 from facts import REWARDS, score
 from harness import Harness, run
@@ -50,7 +50,6 @@ from infer import Engine
 from model import load
 from sim import World, met_fault
 
-SEGMENTS = {"tool": TOOL, "reply": REPLY}
 COLUMNS = {"T1": "T1", "T2": "T2", "T3-tool": "T3-tool", "T3-prompt": "T3-prompt", "T4-P": "T4", "T4-I": "T4"}
 RESAMPLES = 2000
 WIDE = 10.0  # points from end to end of an interval

@@ -10,17 +10,31 @@ sampled token, a chunk at a time, and is computed again in the backward pass: to
     ids, mask = pad_batch([t.ids for t in trajectories], [t.mask for t in trajectories])
     logps = token_logps(policy.model, ids, mask, temperature=1.0)  # (B, T)
 
-This file knows Hugging Face models; the stages above it see a `Policy`. Left out: model parallelism (accelerate's).
+An MTP head that stands in the checkpoint (tensors `mtp.*`, as in Qwen3.5 and 3.6) comes along as `policy.mtp`, and is
+written back with the model under the same names. It says, from the final hidden state h_t and the token after it, what
+the token after that will be; the layer is one of the model's own kind:
+
+    x_t = fc(cat[norm_e(E[tok_{t+1}]), norm_h(h_t)])      g_t = norm(layer(x_t))      lm_head(g_t) -> tok_{t+2}
+
+This file knows Hugging Face models; the stages above it see a `Policy`, and fsdp.py shards one. Left out: the
+vision tower of a checkpoint that has one: it is neither read nor written, and config.json becomes that of the text.
 """
 
+import copy
 import math
+import re
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import common  # noqa: F401  before torch: it sets the OpenMP environment
 import torch
 import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
@@ -30,10 +44,11 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
 
 from chat import Codec
-from common import BadInput, Dist, fsync, no_leftovers
+from common import BadInput, Dist, fsync, no_leftovers, read_json
 
 HEAD_CHUNK = 2048  # sampled tokens per LM-head product: 2048 x 248k logits in fp32 are 2 GB
 BUCKET = 128  # lengths are padded to multiples of this: on a CPU each new shape compiles new bf16 kernels
@@ -46,19 +61,30 @@ logging.disable_progress_bar()  # of reading and writing weights: noise between 
 
 @dataclass
 class Policy:
-    """A model, its Hugging Face tokenizer, the codec over that tokenizer, and where they came from."""
+    """A model, its Hugging Face tokenizer, the codec over that tokenizer, where they came from, and its MTP head."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     codec: Codec
     path: str
+    mtp: "MTP | None" = None  # no submodule of the model: neither its optimizer nor its gradient norm knows of it
+    root: nn.Module | None = None  # once sharded: the module that all weights of the model hang on
 
-    def save(self, directory):
-        """Write model.safetensors, config.json and the tokenizer's files. The caller gives a temporary directory."""
-        self.model.save_pretrained(directory)
+    def __call__(self, function, *args, **kwargs):
+        """function(model, *args, **kwargs), where a sharded model gathers what it needs. Every rank calls it then."""
+        return (self.root or partial(_call, self.model))(function, *args, **kwargs)
+
+    def save(self, directory, weights=None):
+        """Write model.safetensors, config.json and the tokenizer's files. The caller gives a temporary directory.
+
+        weights: those of a sharded model, by name.
+        """
+        if self.mtp:
+            weights = (weights or self.model.state_dict()) | self.mtp.tensors(self.model.dtype)
+        self.model.save_pretrained(directory, state_dict=weights)
         self.tokenizer.save_pretrained(directory)
 
-    def publish(self, path):
+    def publish(self, path, weights=None):
         """`save` as the directory `path`, whole or not at all: what stood there goes when all has reached the disk."""
         path = Path(path)
         temp, old = (path.with_name(f"{path.name}.{end}.tmp") for end in ("new", "old"))
@@ -66,7 +92,7 @@ class Policy:
             shutil.rmtree(torn, ignore_errors=True)
         with no_leftovers(temp, path):
             temp.mkdir(parents=True)
-            self.save(temp)
+            self.save(temp, weights)
             for each in (*temp.rglob("*"), temp):
                 fsync(each)
             if path.exists():
@@ -75,10 +101,14 @@ class Policy:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _call(model, function, *args, **kwargs):
+    return function(model, *args, **kwargs)
+
+
 def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
     """Read a Hugging Face directory (or, if there is none of that name, a hub id already in the cache).
 
-    Every weight of the model must be in the file with the right shape; tensors of an MTP head are left to mtp.py.
+    Every weight of the model must be in the file with the right shape, and every one of the MTP head if there is any.
     Raises BadInput, one line naming the path, for a missing directory, config or tokenizer, a damaged or partial
     weight file, or a tokenizer without ChatML tokens.
     """
@@ -101,7 +131,9 @@ def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
         logging.set_verbosity(level)
     if bad := sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"])):
         raise BadInput(f"{path}: {len(bad)} weights are missing or of another shape, the first is {bad[0]}")
-    return _policy(model.to(device), tokenizer, str(path))
+    policy = _policy(model.to(device), tokenizer, str(path))
+    policy.mtp = read_mtp(path, policy.model)
+    return policy
 
 
 def create(
@@ -155,6 +187,121 @@ def _policy(model, tokenizer, path) -> Policy:
         raise BadInput(f"{path}: the tokenizer has {codec.vocab_size} tokens, more than the model's embedding")
     model.valid_vocab = codec.vocab_size  # further rows of the head are padding: engine and trainer both leave them out
     return Policy(model.eval(), tokenizer, codec, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the MTP head
+
+
+class MTP(nn.Module):
+    """The head of the header over `model`, its parameters named as in the checkpoints: 19 for Qwen3.6, 15 if dense.
+
+    seed: a new head has the model's own initialisation; the same seed gives the same weights. None: no weights yet.
+    Embedding, LM head and rotary table stay the model's. `before_norm`, kept in the model's config as mtp_before_norm:
+    the head takes h_t before the model's final norm, as some implementations do.
+    """
+
+    def __init__(self, model, seed: int | None = 0):
+        super().__init__()
+        config, base = model.config.get_text_config(), model.base_model
+        width, deeper = config.hidden_size, copy.deepcopy(config)
+        deeper.layer_types = [*(getattr(config, "layer_types", None) or []), "full_attention"]
+        norm = type(base.norm)
+        self.single_experts = False  # how the file holds its experts: fused (Qwen3.6), or one by one (Qwen3.5)
+        self.before_norm = bool(getattr(config, "mtp_before_norm", False))
+        with torch.random.fork_rng(devices=[]), torch.device("meta" if seed is None else "cpu"):
+            torch.manual_seed(seed or 0)
+            self.fc = nn.Linear(2 * width, width, bias=False)
+            self.pre_fc_norm_embedding = norm(width, eps=config.rms_norm_eps)
+            self.pre_fc_norm_hidden = norm(width, eps=config.rms_norm_eps)
+            self.layers = nn.ModuleList([type(base.layers[0])(deeper, config.num_hidden_layers)])
+            self.norm = norm(width, eps=config.rms_norm_eps)
+            if seed is not None:
+                self.apply(model._init_weights)
+        self.to(dtype=model.dtype, device=None if seed is None else model.device)
+        for module in self.modules():
+            if hasattr(module, "config"):
+                module.config = config  # the very object: the layer follows the model's choice of attention function
+        self.eval()
+
+    def forward(self, model, ids, hidden, **attention):
+        """ids (B, T): the tokens that follow the positions of `hidden` (B, T, H) -> g (B, T, H).
+
+        hidden: the model's final hidden states, as its LM head reads them, or g itself: to draft on, give back g, the
+        drafted token and the next position. attention: position_ids (B, T), by default 0 .. T-1; attention_mask, by
+        default causal; and whatever the attention function of the model's config wants (a cache with a layer more).
+        """
+        base, dtype = model.base_model, self.fc.weight.dtype
+        with torch.no_grad():  # the embedding is the policy's, and so is the final norm
+            embedded = model.get_input_embeddings()(ids).to(dtype)  # (B, T, H)
+            # norm_h takes out the length of a vector, so that this is the state before the norm, but for a factor
+            scale = base.norm(torch.ones_like(embedded[0, 0])) if self.before_norm else 1
+        x = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden.to(dtype) / scale)]
+        x = self.fc(torch.cat(x, dim=-1))
+        position, mask = attention.pop("position_ids", None), attention.pop("attention_mask", None)
+        if position is None:
+            position = torch.arange(ids.shape[1], device=ids.device)[None]
+        mask = create_causal_mask(base.config, x, mask, attention.get("cache"), position)
+        rotary = base.rotary_emb(x, position)
+        return self.norm(
+            self.layers[0](x, position_embeddings=rotary, attention_mask=mask, position_ids=position, **attention)
+        )
+
+    def tensors(self, dtype=None):
+        """Name -> tensor, as the checkpoint has them. They are views of the weights, or copies in another dtype."""
+        out = {}
+        for name, tensor in self.state_dict().items():
+            path, _, last = name.rpartition(".")
+            if self.single_experts and path.endswith(".experts"):
+                both = last == "gate_up_proj"
+                for part, experts in zip(("gate_proj", "up_proj") if both else (last,), tensor.chunk(1 + both, dim=1)):
+                    out |= {f"mtp.{path}.{e}.{part}.weight": expert for e, expert in enumerate(experts)}
+            else:
+                out[f"mtp.{name}"] = tensor
+        return {name: tensor.to(dtype or tensor.dtype) for name, tensor in out.items()}
+
+
+def read_mtp(path, model) -> MTP | None:
+    """The MTP head that stands in the checkpoint `path`, over `model`; None if it has no tensor `mtp.*`.
+
+    Its experts may be fused or single. BadInput, naming the first, for tensors that are missing, of another shape, or
+    not known: a head must never start at random, nor half of it get lost, without a word.
+    """
+    try:
+        directory = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), local_files_only=True))
+    except (OSError, ValueError) as error:  # not in the cache, or not even a hub id
+        raise BadInput(f"{path}: no such model directory") from error
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    files = [whole] if whole.is_file() else []
+    if not files and index.is_file():
+        places = read_json(index).get("weight_map", {})
+        files = sorted({directory / file for name, file in places.items() if name.startswith("mtp.")})
+    found = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as source:
+                names = source.keys()
+                found |= {name: source.get_tensor(name) for name in names if name.startswith("mtp.")}
+        except Exception as error:  # safetensors has its own error, and the file may be missing
+            raise BadInput(f"{file}: not a readable weight file: {error}") from error
+    if not found:
+        return None
+    head = MTP(model, seed=None)
+    head.single_experts = any(re.search(r"\.experts\.\d+\.", name) for name in found)
+    wanted = head.tensors()
+    other = {name for name in wanted.keys() & found.keys() if wanted[name].shape != found[name].shape}
+    kinds = {
+        "missing": wanted.keys() - found.keys(),
+        "unknown": found.keys() - wanted.keys(),
+        "of another shape": other,
+    }
+    for what, names in kinds.items():
+        if names:
+            raise BadInput(f"{path}: {len(names)} tensors of the MTP head are {what}: {', '.join(sorted(names)[:5])}")
+    head.to_empty(device=model.device)
+    for name, tensor in head.tensors().items():
+        tensor.copy_(found[name])
+    return head
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,8 +382,12 @@ def optimizer_step(model, optimizer, grad_clip: float, ranks: Dist) -> float:
     A rank without samples takes part all the same. RuntimeError for a norm that is not finite.
     """
     for p in model.parameters():
-        p.grad = ranks.all_reduce_sum(torch.zeros_like(p) if p.grad is None else p.grad)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf, error_if_nonfinite=True).item()
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if isinstance(p, DTensor):  # a share: FSDP2 has put the mean over the ranks there
+            p.grad.mul_(ranks.world)
+        else:
+            ranks.all_reduce_sum(p.grad)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf, error_if_nonfinite=True)
     optimizer.step()
     optimizer.zero_grad()
-    return norm
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -1,64 +1,64 @@
 """HSA-RL: reinforcement learning of a tool-using agent inside its harness, credited per segment (stage 3 of HAT).
 
-G rollouts of one task under one harness are a group. Four rewards r_k (accuracy, effectiveness, tool rationality, skill
-selection) are credited to two segments s of a rollout, its tool-call states and its reply states, by REWARD_TABLE:
+A step: tasks -> groups of G rollouts under a harness -> four rewards each -> advantages per segment -> a few optimizer
+steps. objective.py has the equations, each with its variants; this file makes the rollouts and takes the steps.
 
-    A_s     = sum_k w_sk (r_k - mean_G r_k) / (std_G r_k + 1e-4)     each reward in its group (GDPO); std 0 -> exactly 0
-    A_hat_s = A_s / max(std_batch A_s, floor) + pen_s                one scale for the batch, bounded by the floor
-    p_i     = sum over states of s: -0.1 clip((L_think - free) / (full - free), 0, 1)
-    pen_s   = p_i - mean_G p                                         short reasoning: centred in the group, never scaled
-    rho_s   = exp(mean_{t in s}(logp_t - logp_old_t))                one ratio per segment (GSPO), over sampled tokens
-    rho_st  = sg[rho_s] exp(logp_t - sg[logp_t])                     its token form
-    loss    = - mean over (trajectory, segment) of mean_{t in s} min(rho_st A, clip(rho_st, 1 - lo_s, 1 + hi_s) A)
-
-A is A_hat_s, sg stops the gradient, and logp_old is what the engine sampled with: the first ratio is 1, and any
-mismatch of engine and trainer is part of it. Rollouts that were cut by length, or could not be scored, join neither
-baseline nor loss; those whose final advantages are all zero are dropped. Each (trajectory, segment) that is left has
-one vote, and each minibatch divides its sum by the same number, the votes of the whole global batch over the number of
-minibatches: a vote weighs the same in whichever minibatch it falls.
-
-Left out: the fault curriculum; a critic; a weight for engine/trainer mismatch beside the ratio.
+    step      groups x G rollouts of the policy as it is, some groups under the original harness, some under augmented
+    dropped   rollouts that were cut by length or could not be scored, before any baseline; then those whose final
+              advantages are all zero
+    vote      each (trajectory, segment) that is left has one; each minibatch divides its sum by the same number, the
+              votes of the whole global batch over the number of minibatches
+    logp_old  what the engine sampled with: the first ratio is 1, and a mismatch of engine and trainer is part of it
 
     python rl.py                                           # small: two CPU cores, 8 minutes
     python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
+    python rl.py --normalise grpo --no-segments            # GRPO: sum, then normalise; one advantage a rollout
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
+    torchrun --nproc_per_node=8 rl.py --shard              # and so are weights and optimizer (fsdp.py)
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
 Expect under small: the score of 200 unseen requests rises from 39 to 43 - 47, most of it in the first 20 rounds. The
-run ends with the same requests before and after, and leaves OUT/model (a Hugging Face directory), trajectories.jsonl
-(rank 0's), reward.png and think_length.png.
+run ends with the same requests before and after, and leaves OUT/model (a Hugging Face directory), reward.png,
+think_length.png, trajectories.jsonl (the last evaluation, rank 0's) and, from each step that was saved, its ten worst
+and ten best rollouts in rollouts-STEP.jsonl: `python harness.py trace FILE` shows them.
 
 metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
-stop/* = how rollouts ended; first_ratio_off = mean |rho_s - 1| before the first optimizer step; clip/s = share of votes
-that the clip silences; fault_recovery = accuracy of rollouts on which a tool failed; eval/* = the fixed slice.
+stop/* = how rollouts ended; first_ratio_off = mean |rho - 1| before the first optimizer step; clip/s = share of votes
+that the clip silences; fault_recovery = accuracy of rollouts on which a tool failed; eval/* = the fixed slice under the
+original harness without faults; of the same requests, eval/T2 = the score, each under a held-out variant of it, and
+eval/fault_recovery = the accuracy where a tool failed, at rates of a fifth.
 """
 
 import json
-import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
 from curves import draw
-from common import checkpoints, load_checkpoint, save_checkpoint, seed_of, write_text
+from common import checkpoints, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from chat import Trajectory
+from chat import REPLY, SEGMENTS, Trajectory
 from harness import Harness, run
+from augment import augment
 from sim import NO_FAULTS, Faults, Task, World, make_task
 from facts import REWARDS
 from samples import Dimension, harness_for
-from model import learning_rate, load, optimizer_step, pad_batch, token_logps
+from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, token_logps
+from fsdp import load_optimizer_state, optimizer_state, shard, weights, whole
+from mtp import Learner
 from infer import Engine
-from eval import SEGMENTS, collect, gather, summary
+from eval import collect, gather, summary
 from eval import measure as measure_rollout
+from objective import kl_loss, merged, policy_loss, segment_advantages, think_penalty, truncated_weights
 
 # ---------------------------------------------------------------------------------------------------------------------
 # options
@@ -83,17 +83,24 @@ class Config:
     context: int = option(1536, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
     deadline_s: float = option(0.0, "seconds per rollout, 0 = none; with one, no two runs are equal bit for bit", min=0)
-    harness_mode: Literal["hsa", "fixed"] = option("fixed", "hsa = some groups act under augmented harnesses")
-    augmented: float = option(0.5, "hsa: share of groups under an augmented harness", min=0, max=1)
-    leave_out: Dimension = option("none", "hsa: a dimension in which nothing changes")
+    harness_mode: Literal["fixed", "hsa", "mixed"] = option(
+        "fixed", "hsa = some groups act under augmented harnesses; mixed = some rollouts, each under its own"
+    )
+    augmented: float = option(0.5, "hsa, mixed: share under an augmented harness", min=0, max=1)
+    leave_out: Dimension = option("none", "hsa, mixed: a dimension in which nothing changes")
     strange: float = option(0.5, "share of groups in rooms of unheard-of product words", min=0, max=1)
     faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
+    fault_ramp: int = option(0, "steps over which these rise from 0", min=0)
 
-    # advantages
+    # advantages; objective.py says what the variants are
+    normalise: Literal["gdpo", "grpo"] = option("gdpo", "each reward in its group, or their sum")
+    segments: bool = option(True, "advantages, ratios and votes per segment; no = one for the whole rollout")
+    condition: bool = option(False, "effectiveness counts only where accuracy is 1")
     floor: float = option(0.5, "least batch std to divide by: one informative group of many must not blow up", min=1e-6)
     think_penalty: float = option(0.1, "largest penalty per state for long reasoning", min=0)
     think_free: int = option(30, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
     think_full: int = option(90, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
+    think_gate: float = option(0.0, "mean accuracy of a group from which on reasoning costs", min=0, max=1)
 
     # update
     steps: int = option(40, "rounds of rollout and update", min=1)
@@ -103,9 +110,14 @@ class Config:
     warmup: int = option(2, "steps of linear warmup", min=0)
     lr_end: float = option(1.0, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
+    mtp: Literal["keep", "measure", "train"] = option("keep", "the MTP head: as it is, or measured, or trained along")
+    mtp_lr: float = option(1e-3, "AdamW learning rate of the head", min=0)
+    shard: bool = option(False, "torchrun: each process holds its share of weights and optimizer (FSDP2)")
     grad_clip: float = option(1.0, "largest gradient norm, over all ranks; 0 = no clip", min=0)
+    ratio: Literal["token", "sequence", "plain"] = option("token", "GSPO in token form, in sequence form, or PPO's")
     clip_tool: tuple[float, float] = option((0.02, 0.03), "lo,hi of the tool segment", min=0)
     clip_reply: tuple[float, float] = option((0.02, 0.03), "lo,hi of the reply segment", min=0)
+    truncate: float = option(0.0, "largest weight for engine/trainer mismatch; 0 = ratios to the engine alone", min=0)
     kl: float = option(0.0, "weight of the KL to --model, on resume too; 0 = no reference model in memory", min=0)
 
     # evaluation and saving
@@ -114,138 +126,35 @@ class Config:
     save_every: int = option(10, "steps between checkpoints", min=1)
 
 
+FAULTY = Faults(0.2, 0.15, 0.15)  # of the tools in the evaluation of recovery
+SHOWN = 10  # rollouts at either end of a step that are kept with each checkpoint
+
 PRESETS = {
     "tiny": dict(groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
     "small": dict(),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# advantages: numbers of the whole global batch in, one advantage per (trajectory, segment) out. NaN = not scored.
-
-# Which reward counts in which segment, and how much. Tool calls get the facts, so accuracy is theirs too.
-REWARD_TABLE = {
-    "tool": {"tool": 1.0, "skill": 1.0, "accuracy": 1.0},
-    "reply": {"accuracy": 1.0, "effectiveness": 1.0},
-}
-
-
-def centred(x: Tensor) -> Tensor:
-    """x - mean; exactly 0 for equal values, where rounding of the mean would leave a residue that std blows up."""
-    return torch.zeros_like(x) if bool((x == x[0]).all()) else x - x.mean()
-
-
-def in_groups(x: Tensor, groups: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """function of the values of each group, in place of them. x (N,): NaN stays out and gets 0; groups (N,): ids."""
-    out = torch.zeros_like(x)
-    for group in groups.unique():
-        member = (groups == group) & ~x.isnan()
-        if member.any():
-            out[member] = function(x[member])
-    return out
-
-
-def gdpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """One reward normalised in its group: (r - mean_G) / (std_G + 1e-4). (N,), (N,) group ids -> (N,).
-
-    NaN (not scored) leaves mean and std and gets 0. Constant groups, G = 1 among them, get exactly 0; groups may differ
-    in size. The std is that of the population, so that |result| <= sqrt(G - 1).
-    """
-    return in_groups(rewards, groups, lambda r: centred(r) / (r.std(correction=0) + 1e-4))
-
-
-def think_penalty(tokens: int, free: int, full: int, size: float = 0.1) -> float:
-    """Penalty of one state with that many reasoning tokens: 0 up to `free`, then linear, -size from `full` on."""
-    return -size * min(max((tokens - free) / (full - free), 0.0), 1.0)
-
-
-def segment_advantages(
-    rewards: dict[str, Tensor], penalty: Tensor, present: Tensor, valid: Tensor, groups: Tensor, floor: float
-) -> Tensor:
-    """A_hat of the header for each trajectory and segment: (N, 2), columns tool and reply.
-
-    rewards: name -> (N,), NaN = not scored; penalty: p_i (N, 2); present (N, 2): the trajectory has that segment;
-    valid (N,): False for truncated or unscored ones, which leave every baseline; groups (N,): ids.
-
-    Every baseline runs over the whole group, whether or not a trajectory has the segment: "those that called a tool" is
-    the policy's own choice, and a baseline that depends on it is biased. The choice not to call is made in the first
-    state, so a trajectory without tool calls carries the rewards of the tool segment on its reply segment.
-    """
-    out = torch.zeros_like(penalty)
-    if not valid.any():
-        return out
-    normal = {name: gdpo(r.masked_fill(~valid, math.nan), groups) for name, r in rewards.items()}
-    for s, segment in enumerate(SEGMENTS):
-        a = sum(w * normal[name] for name, w in REWARD_TABLE[segment].items())
-        if segment == "reply":
-            extra = REWARD_TABLE["tool"].keys() - REWARD_TABLE["reply"].keys()
-            a = a + sum(REWARD_TABLE["tool"][name] * normal[name] for name in sorted(extra)) * ~present[:, 0]
-        pen = in_groups(penalty[:, s].masked_fill(~valid, math.nan), groups, centred)
-        out[:, s] = a / max(float(a[valid].std(correction=0)), floor) + pen
-    return out.where(present & valid[:, None], 0.0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# loss
-
-
-def membership(segment: Tensor) -> Tensor:
-    """Segment ids (B, T) -> 0/1 weights (B, 2, T): which tokens belong to the tool and to the reply segment."""
-    return torch.stack([segment == s for s in SEGMENTS.values()], dim=1).float()
-
-
-def mean_over(x: Tensor, member: Tensor) -> Tensor:
-    """Mean of x (B, 2 or 1, T) over the tokens of each segment (B, 2, T) -> (B, 2); 0 for an empty segment."""
-    return (x * member).sum(-1) / member.sum(-1).clamp(min=1)
-
-
-def gspo_loss(
-    logps: Tensor, old: Tensor, segment: Tensor, advantages: Tensor, low: Tensor, high: Tensor, votes: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the header on a micro-batch, and its sums per segment for the log.
-
-    logps, old: (B, T) of the trainer now (with gradient) and of the engine then; segment: (B, T) 0 = not trained;
-    advantages: (B, 2); low, high: (2,) clip ranges; votes: the denominator, (trajectory, segment) pairs of the *global*
-    batch over the number of minibatches, so that neither micro-batches nor ranks nor their sizes change the gradient.
-    """
-    member = membership(segment)  # (B, 2, T)
-    log_ratio = mean_over((logps.detach() - old)[:, None], member)  # (B, 2)
-    gradient = (logps - logps.detach()).exp()[:, None]  # (B, 1, T) value 1, carries the gradient of each token
-    ratio = log_ratio.exp()[..., None] * gradient  # (B, 2, T)
-    clipped = ratio.clamp(1 - low[:, None], 1 + high[:, None])
-    a = advantages[..., None]
-    loss = -mean_over(torch.minimum(ratio * a, clipped * a), member).sum() / votes
-
-    with torch.no_grad():
-        exists = member.any(-1)  # (B, 2)
-        r = log_ratio.exp()
-        bites = torch.where(advantages > 0, r > 1 + high, r < 1 - low) & (advantages != 0) & exists
-        stats = {"clipped": bites.sum(0), "votes": exists.sum(0), "deviation": ((r - 1).abs() * exists).sum(0)}
-    return loss, stats
-
-
-def kl_loss(logps: Tensor, reference: Tensor, segment: Tensor, votes: float) -> Tensor:
-    """KL to a reference with the votes of the policy loss, as (logp - ref)^2 / 2.
-
-    Its gradient (logp - ref) grad logp is that of the reverse KL in expectation; that of logp - ref itself is zero.
-    """
-    return mean_over((logps - reference).square()[:, None] / 2, membership(segment)).sum() / votes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # rollouts
 
 
 def training_jobs(cfg: Config, world: World, original: Harness, step: int, groups: range) -> list[tuple]:
-    """(harness, task, room, seed) per rollout. A group shares task, harness and tool faults, not its sampling seed."""
-    jobs = []
+    """(harness, task, room, seed) per rollout. A group shares task, harness and tool faults, not its sampling seed.
+
+    In mixed mode its members act under harnesses of their own: then what is rewarded is to do well under any of them.
+    """
+    jobs, ramp = [], min(1.0, step / cfg.fault_ramp) if cfg.fault_ramp else 1.0
+    faults = Faults(*(ramp * rate for rate in cfg.faults))
     for g in groups:
         rng = random.Random(seed_of(cfg.seed, "world", step, g))
         place = world.strange(rng) if rng.random() < cfg.strange else world
         task = make_task(place, seed_of(cfg.seed, "task", step, g))
         needed = {task.reply_skill, task.strategy} - {None}
-        harness = harness_for(original, cfg, seed_of(cfg.seed, "harness", step, g), needed)
         for member in range(cfg.group_size):
-            room = task.open(Faults(*cfg.faults), seed_of(cfg.seed, "room", step, g))
+            own = (member,) if cfg.harness_mode == "mixed" else ()
+            if own or member == 0:
+                harness = harness_for(original, cfg, seed_of(cfg.seed, "harness", step, g, *own), needed)
+            room = task.open(faults, seed_of(cfg.seed, "room", step, g))
             jobs.append((harness, task, room, seed_of(cfg.seed, "rollout", step, g, member)))
     return jobs
 
@@ -264,7 +173,8 @@ def advantages_of(batch: dict[str, Tensor], groups: Tensor, cfg: Config) -> Tens
     rewards = {name: batch[f"reward/{name}"] for name in REWARDS}
     scored = ~torch.stack(list(rewards.values())).isnan().all(0)
     penalty, states = (torch.stack([batch[f"{what}/{s}"] for s in SEGMENTS], 1) for what in ("penalty", "states"))
-    return segment_advantages(rewards, penalty, states > 0, scored & (batch["stop/length"] == 0), groups, cfg.floor)
+    penalty, present = (penalty, states > 0) if cfg.segments else merged(penalty, states > 0)
+    return segment_advantages(rewards, penalty, present, scored & (batch["stop/length"] == 0), groups, cfg)
 
 
 def evaluation_task(world: World, i: int) -> Task:
@@ -272,62 +182,134 @@ def evaluation_task(world: World, i: int) -> Task:
     return make_task(world, seed_of("evaluation", i))
 
 
+def variant(harness: Harness, task: Task) -> Harness:
+    """The harness that the request meets in T2: held-out words, which no training sees."""
+    return augment(harness, task.seed, pool="heldout", keep={task.reply_skill, task.strategy} - {None})[0]
+
+
 def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks: Dist) -> tuple[dict, list[Trajectory]]:
-    """Greedy on the fixed slice, no faults: the summary over all ranks, and this rank's trajectories."""
+    """Greedy on the fixed slice: the summary over all ranks, and this rank's trajectories, under the original harness.
+
+    Two numbers are of the same requests once more: T2, the score under their variants, and fault_recovery, the accuracy
+    where a tool failed, with tools that often do.
+    """
     mine = range(ranks.rank, cfg.eval_requests, ranks.world)
     tasks = [evaluation_task(world, i) for i in mine]
-    jobs = [(harness, task, task.open(NO_FAULTS, task.seed), task.seed) for task in tasks]
-    trajectories = collect(engine, jobs, "evaluation", ranks, greedy=True)
-    found = summary(gather([measure(t, cfg) for t in trajectories], list(mine), cfg.eval_requests, ranks))
-    del found["fault_recovery"]  # no tool fails here
+
+    def go(what: str, harnesses: list[Harness], faults: Faults) -> tuple[dict, list[Trajectory]]:
+        jobs = [(h, task, task.open(faults, task.seed), task.seed) for h, task in zip(harnesses, tasks)]
+        with whole(engine.policy):
+            done = collect(engine, jobs, f"evaluation, {what}", ranks, greedy=True)
+        return summary(gather([measure(t, cfg) for t in done], list(mine), cfg.eval_requests, ranks)), done
+
+    same = [harness] * len(tasks)
+    found, trajectories = go("T1", same, NO_FAULTS)
+    found["T2"] = go("T2", [variant(harness, task) for task in tasks], NO_FAULTS)[0]["score"]
+    found["fault_recovery"] = go("failing tools", same, FAULTY)[0]["fault_recovery"]
     return found, trajectories
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # update
 
+Micro = tuple[list[int], Tensor, Tensor, Tensor, Tensor]
 
-def update(policy, reference, optimizer, trajectories, advantages, minibatch, cfg: Config, ranks: Dist) -> dict:
+
+IDLE = Trajectory(ids=[0, 0], mask=[0, 1], logps=[0.0, 0.0], segment=[0, REPLY], think=[0, 0], state=[-1, 0])
+
+
+def micro_batches(trajectories: list[Trajectory], chosen: list[int], cfg: Config, ranks: Dist) -> Iterator[Micro]:
+    """(which, ids, mask, logps, segment) of a few of the chosen trajectories at a time, the last four (B, T).
+
+    With sharded weights each rank must do what the others do: the one with fewer goes on with idle ones, which = [].
+    """
+    rounds = -(-len(chosen) // cfg.micro)
+    rounds = max(ranks.all(rounds)) if cfg.shard else rounds
+    for start in range(0, rounds * cfg.micro, cfg.micro):
+        which = chosen[start : start + cfg.micro]
+        micro = [trajectories[i] for i in which] or [IDLE]
+        columns = ([getattr(t, name) for t in micro] for name in ("ids", "mask", "logps", "segment"))
+        ids, mask, logps, segment = pad_batch(*columns, device=ranks.device)
+        yield which, ids, mask, logps, segment if cfg.segments else segment.bool() * REPLY
+
+
+@dataclass
+class Actors:
+    """What an update reads and moves: the policy with its optimizer, what it is held to, and who learns its drafts."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    reference: Policy | None = None
+    drafter: Learner | None = None
+
+
+def own_logps(policy: Policy, trajectories: list[Trajectory], kept: list[int], cfg: Config, ranks: Dist) -> dict:
+    """Trajectory -> the log-probs that the trainer gives its tokens, as the engine's stand in it."""
+    out = {}
+    for which, ids, mask, *_ in micro_batches(trajectories, kept, cfg, ranks):
+        with torch.no_grad():
+            rows = policy(token_logps, ids, mask, cfg.temperature).tolist()
+        out |= {i: row[: len(trajectories[i].ids)] for i, row in zip(which, rows)}
+    return out
+
+
+def forward(model, ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and entropies (B, T) of the sampled tokens, and the hidden states (B, T, H) that they come from."""
+    hidden = hidden_states(model, ids)
+    return *token_logps(model, ids, mask, temperature, entropy=True, hidden=hidden), hidden
+
+
+def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch, cfg: Config, ranks: Dist) -> dict:
     """One round of optimizer steps on this rank's trajectories with advantages (n, 2); what the log wants of it.
 
     minibatch: (n,) which optimizer step each belongs to, whichever rank holds it. Trajectories whose advantages are all
     zero are dropped. Every rank takes the same step: a sum of loss terms under votes counted over all ranks.
     """
-    low, high = torch.tensor([cfg.clip_tool, cfg.clip_reply], device=ranks.device).T
+    policy, drafter = actors.policy, actors.drafter
+    clip = torch.tensor([cfg.clip_tool, cfg.clip_reply], device=ranks.device)
     count, norms, cast = Counter(), [], torch.zeros(cfg.minibatches, device=ranks.device)
     kept = [i for i in range(len(trajectories)) if advantages[i].any()]
     kept.sort(key=lambda i: len(trajectories[i].ids))  # like lengths together: less padding
     for i in kept:
-        cast[minibatch[i]] += sum(s in trajectories[i].segment for s in SEGMENTS.values())
+        cast[minibatch[i]] += sum(s in trajectories[i].segment for s in SEGMENTS.values()) if cfg.segments else 1
     cast = ranks.all_reduce_sum(cast).tolist()  # votes in each minibatch
     votes = sum(cast) / cfg.minibatches  # the denominator of them all
+    before = own_logps(policy, trajectories, kept, cfg, ranks) if cfg.truncate else {}
     for k in range(cfg.minibatches):
         if cast[k] == 0:
             continue
         chosen = [i for i in kept if minibatch[i] == k]
-        for start in range(0, len(chosen), cfg.micro):
-            micro = chosen[start : start + cfg.micro]
-            columns = ([getattr(trajectories[i], name) for i in micro] for name in ("ids", "mask", "logps", "segment"))
-            ids, mask, old, segment = pad_batch(*columns, device=ranks.device)  # (B, T) each
-            logps, entropy = token_logps(policy.model, ids, mask, cfg.temperature, entropy=True)
-            a = advantages[micro].to(ranks.device, torch.float32)
-            loss, stats = gspo_loss(logps, old, segment, a, low, high, votes)
-            if reference:
+        for which, ids, mask, old, segment in micro_batches(trajectories, chosen, cfg, ranks):
+            logps, entropy, hidden = policy(forward, ids, mask, cfg.temperature)
+            a = (advantages[which] if which else torch.zeros(1, len(SEGMENTS))).to(ranks.device, torch.float32)
+            if which and cfg.truncate:
+                rows = [trajectories[i].ids for i in which], [before[i] for i in which]
+                engine, old = old, pad_batch(*rows, device=ranks.device)[1]
+                a = a[..., None] * truncated_weights(old, engine, cfg.truncate)[:, None]
+            loss, stats = policy_loss(logps, old, segment, a, clip, votes, cfg.ratio)
+            if actors.reference:
                 with torch.no_grad():
-                    anchor = token_logps(reference.model, ids, mask, cfg.temperature)
-                loss = loss + cfg.kl * kl_loss(logps, anchor, segment, votes)
+                    anchor = actors.reference(token_logps, ids, mask, cfg.temperature)
+                loss = loss + cfg.kl * bool(which) * kl_loss(logps, anchor, segment, votes)
             loss.backward()
+            if not which:
+                continue
+            if drafter:
+                drafter.read(ids, mask, hidden, train=cfg.mtp == "train")
             count.update({f"{name}/{s}": x for name, each in stats.items() for s, x in zip(SEGMENTS, each.tolist())})
             count.update(loss=loss.item(), entropy=entropy.detach().sum().item(), tokens=mask.sum().item())
             if not norms:  # nothing has been updated yet: the ratio must be 1
                 count.update(first=stats["deviation"].sum().item() / cast[k])
-        norms.append(optimizer_step(policy.model, optimizer, cfg.grad_clip, ranks))
+        norms.append(optimizer_step(policy.model, actors.optimizer, cfg.grad_clip, ranks))
+        if drafter and cfg.mtp == "train":
+            drafter.step(ranks)
     if not norms:
         return {"updates": 0}
     names = ["loss", "first", "entropy", "tokens", *(f"{name}/{s}" for name in ("clipped", "votes") for s in SEGMENTS)]
     total = {name: x.item() for name, x in gather([{name: count[name] for name in names}], [0], 1, ranks).items()}
     log = {"updates": len(norms), "loss": total["loss"] / cfg.minibatches, "grad_norm": sum(norms) / len(norms)}
     log |= {f"clip/{s}": total[f"clipped/{s}"] / max(1, total[f"votes/{s}"]) for s in SEGMENTS}
+    log |= {f"mtp/{name}": x for name, x in drafter.log(ranks).items()} if drafter else {}
     return log | {"entropy": total["entropy"] / total["tokens"], "first_ratio_off": total["first"]}
 
 
@@ -335,23 +317,47 @@ def update(policy, reference, optimizer, trajectories, advantages, minibatch, cf
 # the run
 
 
+def drafter_of(policy: Policy, cfg: Config) -> Learner | None:
+    """Who reads the updates for the MTP head; BadInput if the policy has none."""
+    return Learner(policy, cfg.mtp_lr, temperature=cfg.temperature) if cfg.mtp != "keep" else None
+
+
 def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Engine:
     """The engine over the policy at `path`; BadInput for what it cannot run, --context among it."""
     engine = Engine(
         load(path, ranks.device), cfg.slots, cfg.context, cfg.temperature, deadline_s=cfg.deadline_s or None
     )
+    drafter_of(engine.policy, cfg)
     for task in (evaluation_task(world, i) for i in range(cfg.eval_requests)):
-        turn = next(run(harness, task.danmaku, task.open(), engine.policy.codec), None)  # None: a hook denies it
-        if turn and len(turn.ids) >= cfg.context:
-            raise BadInput(f"--context {cfg.context}: a prompt has {len(turn.ids)} tokens, and what follows needs room")
+        for h in (harness, variant(harness, task)):
+            turn = next(run(h, task.danmaku, task.open(), engine.policy.codec), None)  # None: a hook denies it
+            if turn and len(turn.ids) >= cfg.context:
+                what = f"a prompt has {len(turn.ids)} tokens, and what follows needs room"
+                raise BadInput(f"--context {cfg.context}: {what}")
     return engine
 
 
-def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, ranks: Dist) -> dict:
-    """Rollout, advantages, update. All randomness is seeded by (seed, step, index): a resumed step is the same step."""
+def extremes(trajectories: list[Trajectory], places: list[int], batch: dict[str, Tensor], ranks: Dist) -> list[dict]:
+    """The SHOWN worst and SHOWN best rollouts of all ranks by the mean of their rewards, the worst first."""
+    reward = torch.stack([batch[f"reward/{name}"] for name in REWARDS]).nanmean(0)
+    order = [i for i in reward.argsort(stable=True).tolist() if not reward[i].isnan()]
+    chosen = dict.fromkeys(order[:SHOWN] + order[-SHOWN:])
+    found = {i: t.to_dict() for i, t in zip(places, trajectories) if i in chosen}
+    found = {i: t for each in ranks.all(found) for i, t in each.items()}
+    return [found[i] for i in chosen]
+
+
+def train_step(
+    step: int, engine: Engine, actors: Actors, world: World, harness: Harness, cfg: Config, ranks: Dist
+) -> tuple[dict, list[dict]]:
+    """Rollout, advantages, update: the log of the step, and its best and worst rollouts.
+
+    All randomness is seeded by (seed, step, index): a resumed step is the same step.
+    """
     started = time.perf_counter()
     mine = range(ranks.rank, cfg.groups, ranks.world)
-    trajectories = collect(engine, training_jobs(cfg, world, harness, step, mine), f"rollouts {step}", ranks)
+    with whole(engine.policy):
+        trajectories = collect(engine, training_jobs(cfg, world, harness, step, mine), f"rollouts {step}", ranks)
     rollout_s = time.perf_counter() - started
 
     groups = torch.arange(cfg.groups).repeat_interleave(cfg.group_size)  # (N,) of the global batch
@@ -362,17 +368,17 @@ def train_step(step, engine, reference, optimizer, world, harness, cfg: Config, 
     advantages = advantages_of(batch, groups, cfg)
     order = torch.randperm(cfg.groups, generator=torch.Generator().manual_seed(seed_of(cfg.seed, "minibatch", step)))
 
-    for group in optimizer.param_groups:
+    for group in actors.optimizer.param_groups:
         group["lr"] = learning_rate(step, cfg.steps, cfg)
     minibatch = order[groups] % cfg.minibatches
-    own = (trajectories, advantages[places], minibatch[places])
-    log = summary(batch) | update(engine.policy, reference, optimizer, *own, cfg, ranks)
+    log = summary(batch) | update(actors, trajectories, advantages[places], minibatch[places], cfg, ranks)
 
     kept = advantages.any(1)
     log |= {"dropped": int((~kept).sum()), "dropped_groups": cfg.groups - len(groups[kept].unique())}
     log |= {"lr": learning_rate(step, cfg.steps, cfg)}
     log |= {"tokens_per_s": float(batch["tokens"].sum()) / rollout_s, "rollout_s": rollout_s}
-    return log | {"update_s": time.perf_counter() - started - rollout_s}
+    log |= {"update_s": time.perf_counter() - started - rollout_s, "peak_mb": peak_mb()}
+    return log, extremes(trajectories, places, batch, ranks)
 
 
 def main(argv: list[str]):
@@ -380,6 +386,8 @@ def main(argv: list[str]):
     ranks = dist(None if cfg.device == "auto" else cfg.device)
     if cfg.groups % ranks.world or cfg.eval_requests < ranks.world:
         raise BadInput(f"--groups must be a multiple of the {ranks.world} processes, --eval-requests no less than them")
+    if cfg.shard and cfg.mtp != "keep":
+        raise BadInput("--shard and --mtp: a head is not trained on a sharded policy; train it afterwards with mtp.py")
     if cfg.think_full <= cfg.think_free:
         raise BadInput(f"--think-full {cfg.think_full} must be above --think-free {cfg.think_free}")
     world, unseen = World.load(cfg.world, "train"), World.load(cfg.world, "test")
@@ -393,39 +401,52 @@ def main(argv: list[str]):
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     engine = engine or ready(saved[1] if saved else cfg.model, cfg, unseen, harness, ranks)
     policy, before, after = engine.policy, {}, {}
+    for each in (policy, reference) if cfg.shard and ranks.world > 1 else ():
+        if each:
+            shard(each)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
+    actors = Actors(policy, optimizer, reference, drafter := drafter_of(policy, cfg))
     if saved:
-        optimizer.load_state_dict(saved[2]["optimizer"])
+        load_optimizer_state(policy, optimizer, saved[2]["optimizer"])
+        if drafter:
+            drafter.optimizer.load_state_dict(saved[2]["drafter"])
         before, after = saved[2]["before"], saved[2]["after"]
+
+    def keep(name: str, rows: list[dict]) -> None:
+        if ranks.rank == 0 and rows:
+            write_text(record.dir / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
     with Stop(ranks) as stop, tqdm(desc="steps", initial=record.start, total=cfg.steps, disable=ranks.rank > 0) as bar:
         for step in range(record.start + 1 if saved else 0, cfg.steps + 1):  # step 0 only evaluates
-            log = train_step(step, engine, reference, optimizer, world, harness, cfg, ranks) if step else {}
+            log, shown = {}, []
+            if step:
+                log, shown = train_step(step, engine, actors, world, harness, cfg, ranks)
             if step in (0, cfg.steps) or (cfg.eval_every and step % cfg.eval_every == 0):
                 after, trajectories = evaluate(engine, unseen, harness, cfg, ranks)
                 before = before or after
                 log |= {f"eval/{name}": value for name, value in after.items()}
-                if ranks.rank == 0:
-                    lines = (json.dumps(t.to_dict(), ensure_ascii=False) + "\n" for t in trajectories)
-                    write_text(record.dir / "trajectories.jsonl", "".join(lines))
+                keep("trajectories.jsonl", [t.to_dict() for t in trajectories])
             record.log(step, **log)
             stopping = stop.requested
             if step == cfg.steps or step % cfg.save_every == 0 or stopping:
-                state = {"optimizer": optimizer.state_dict(), "before": before, "after": after}
-                save_checkpoint(record.dir, step, policy.save, state, ranks)
+                keep(f"rollouts-{step:06d}.jsonl", shown)
+                state = {"optimizer": optimizer_state(policy, optimizer), "before": before, "after": after}
+                state |= {"drafter": drafter.optimizer.state_dict()} if drafter else {}
+                save_checkpoint(record.dir, step, partial(policy.save, weights=weights(policy)), state, ranks)
             if step:
-                shown = ("score", "think/tool", "think/reply", "stop/length", "tokens_per_s")
-                bar.set_postfix({k: f"{log[k]:.3g}" for k in shown})
+                names = ("score", "think/tool", "think/reply", "stop/length", "tokens_per_s")
+                bar.set_postfix({k: f"{log[k]:.3g}" for k in names})
                 bar.update()
             if stopping:
                 break
 
+    final = weights(policy)
     if ranks.rank == 0:
-        policy.publish(record.dir / "model")
+        policy.publish(record.dir / "model", final)
         draw(record.dir, "reward.png", "mean reward of the rollouts", list(REWARDS))
         draw(record.dir, "think_length.png", "reasoning tokens per state", [f"think/{s}" for s in SEGMENTS])
         record.say(f"{cfg.eval_requests} unseen requests      before       after")
-        for name in ("score", *REWARDS, *(f"think/{s}" for s in SEGMENTS)):
+        for name in ("score", "T2", *REWARDS, "fault_recovery", *(f"think/{s}" for s in SEGMENTS)):
             record.say(f"{name:22} {before[name]:>10.3f}  {after[name]:>10.3f}")
         record.say(f"{record.dir}: model/, trajectories.jsonl, reward.png, think_length.png")
 

@@ -37,3 +37,13 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip("the golden files of ../shared/data are not on this machine")
     return path
+
+
+@pytest.fixture(scope="session")
+def qwen36_dir(tmp_path_factory) -> Path:
+    """A tiny Qwen3.6: gated-delta and attention layers, experts, an MTP head, random weights."""
+    from data import make_qwen36
+
+    path = tmp_path_factory.mktemp("qwen36") / "model"
+    make_qwen36.main(["--out", str(path)])
+    return path

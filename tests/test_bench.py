@@ -2,13 +2,16 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
+from common import BadInput
 from chat import Codec, Trajectory
 from facts import score
 from harness import Harness
@@ -69,7 +72,47 @@ def test_bench_rollout(model_dir):
     assert set(figures) == {"ratio", "loop_ms_per_turn", "tokens_per_s", "generate_tokens_per_s"}
 
 
+def test_bench_rl_step(model_dir):
+    """Both sides hold the very same tokens, where TRL is there; where it is not, the ratio is null and the rest is."""
+    out = command("bench/rl_step.py --config tiny --threads 1 --model", model_dir)
+    figures, peer = json.loads(out.splitlines()[-1]), bool(find_spec("trl") and find_spec("datasets"))
+    assert figures.pop("bench") == "rl_step" and figures["seconds"] > 0
+    assert "for want of an advantage: 0 of 8\n" in out
+    for name in ("ratio_vs_trl", "cpu_ratio", "trl_seconds"):
+        assert figures[name] > 0 if peer else figures[name] is None
+    if peer:
+        counts = next(line for line in out.splitlines() if line.startswith("prompt and sampled tokens"))
+        ours, theirs = (int(word.strip(",")) for word in counts.split() if word.strip(",").isdigit())
+        assert "on both sides: 8 of 8\n" in out and ours == theirs > 0
+    else:
+        assert "TRL is not installed" in out
+    for line in ("rollouts_fit", "tokens_fit"):
+        assert set(figures[line]) == {"a", "b", "r2", "cpu_a", "cpu_b", "cpu_r2"}
+        assert 0 <= figures[line]["r2"] <= 1 and figures[line]["cpu_b"] > 0  # more work costs more
+
+
+@pytest.mark.parametrize("wrong", ["--micro 4 --group-size 3", "--sizes 1,2", "--stretch 2,2,2"])
+def test_bench_rl_step_refuses(wrong):
+    """Before anything is loaded."""
+    main = runpy.run_path(str(ROOT / "bench/rl_step.py"))["main"]
+    with pytest.raises(BadInput, match=wrong.split()[0]):
+        main(["--config", "tiny", "--groups", "1", "--model", "none", *wrong.split()])
+
+
 @pytest.mark.skipif(not (BASE / "model.safetensors").exists(), reason="data/base-small has no weights yet")
 def test_rl_tiny_with_the_shipped_policy(tmp_path):
     out = command("rl.py --config tiny --out", tmp_path / "run")
     assert "4 unseen requests" in out and (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_bench_study(model_dir, tmp_path):
+    """Each variant and seed is one run of rl.py, made once; the table is put together from their metrics."""
+    line = f"bench/study.py --config tiny --variants default,whole --seeds 0 --out {tmp_path / 'study'}"
+    more = f"--rl=--model {model_dir} --steps 1 --eval-requests 2"
+    first, second = command(line, more), command(line, more)
+    assert "a new run" in first and "a new run" not in second
+    figures = json.loads(second.splitlines()[-1])
+    assert figures == json.loads(first.splitlines()[-1]) and figures.pop("bench") == "study"
+    assert list(figures) == ["default", "whole"] and all(len(x) == 1 for row in figures.values() for x in row.values())
+    assert {"score", "T2", "fault_recovery", "think/reply"} <= figures["whole"].keys()
+    assert (tmp_path / "study" / "table.md").read_text().count("\n") == 4

@@ -203,7 +203,7 @@ def test_publish_replaces_what_stands_there_and_leaves_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("bug")])
 def test_a_failed_publish_keeps_the_old_model_and_leaves_nothing(tmp_path, monkeypatch, error):
-    def fail(model, directory):
+    def fail(model, directory, state_dict):
         (directory / "model.safetensors").write_text("half")
         raise error
 
