@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # A file imports only files that stand before it.
-ORDER = "common curves chat parts checks harness reword augment sim oracle facts samples model mtp infer"
+ORDER = "common curves chat parts checks harness reword augment sim oracle facts samples model mtp verify delta infer"
 ORDER = f"{ORDER} ifeval judge eval sft opd rl hat evolve".split()
 STAGES = {"sft", "opd", "rl", "hat", "evolve"}  # never import each other; hat alone puts them together
 TORCH_FREE = ["chat", "parts", "checks", "harness", "reword", "augment", "sim", "oracle", "facts", "samples", "ifeval"]
