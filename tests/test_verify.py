@@ -1,5 +1,6 @@
 """The verifier against exact distributions, and its kernel against the torch path, token for token."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -310,6 +311,9 @@ def test_bad_values_are_refused():
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+CASES = int(os.environ.get("VERIFY_CASES", 1000))  # of one or two tokens each
+
+
 def both(logits, drafts, u, **kind):
     on = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (logits, drafts, u)]
     kind = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in kind.items()}
@@ -395,13 +399,13 @@ def kernel_integrates_to_p():
 
 
 def kernel_reads_rows_beyond_two_billion_elements(tmp_path):  # FAULTS 47
-    """A sparse file stands in for memory: the second row begins at element 2^31 + 64."""
-    start, vocab = 2**31 + 64, 40
-    flat = torch.from_file(str(tmp_path / "sparse"), shared=True, size=start + vocab, dtype=torch.bfloat16)
-    logits = flat.as_strided((2, 1, vocab), (start, vocab, 1))
-    logits[1, 0, 7] = 20.0
-    _, tokens, _ = verify(logits, torch.zeros(2, 0).long(), torch.full((2, 1), 0.5), backend="triton")
-    assert tokens.tolist() == [[20], [7]]
+    """A sparse file stands in for memory. The stride fits into 32 bits; twice the stride, where row 2 begins, not."""
+    stride, vocab = 2**30 + 32, 40
+    flat = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2 * stride + vocab, dtype=torch.bfloat16)
+    logits = flat.as_strided((3, 1, vocab), (stride, vocab, 1))
+    logits[2, 0, 7] = 20.0
+    _, tokens, _ = verify(logits, torch.zeros(3, 0).long(), torch.full((3, 1), 0.5), backend="triton")
+    assert tokens.tolist() == [[20], [20], [7]]
 
 
 def kernel_reads_a_whole_vocabulary():
@@ -416,12 +420,20 @@ def kernel_reads_a_whole_vocabulary():
     assert abs(tokens[0, 0] - token) <= 1 and tokens[0, 1] == -1
 
 
-CASES = int(os.environ.get("VERIFY_CASES", 400))
+if os.environ.get("TRITON_INTERPRET") == "1" and triton is not None:
+    # The interpreter patches its language anew at each call of a device function, and undoes it after each launch:
+    # two thirds of its time. In a process of its own once is enough.
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+        interpreter._LangPatchScope.restore = lambda self: None
+        interpreter._patch_lang = functools.cache(interpreter._patch_lang)
 
 
 def run_kernels(path):
-    """The functions kernel_* of a test file, in a process of their own: without a GPU Triton must be told to interpret
-    before anything imports it."""
+    """The functions kernel_* of a test file, in a process of their own: without a GPU Triton must be told to interpret,
+    before anything imports it.
+    """
     if triton is None:
         pytest.skip("the package triton is not installed")
     env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
