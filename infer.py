@@ -48,6 +48,7 @@ import torch.nn.functional as F
 from chat import Sample, Turn
 from common import BadInput
 from model import Policy
+from verify import invert, target, verify
 from rows import Buffer, by_rows, forward, guess, ones, plan, recurrent_layers
 
 BUDGET = 4096  # tokens of new prompts in one step, the others wait for the next: bounds the activations
@@ -69,31 +70,9 @@ def sample(logits, u, temperature=1.0, top_p=1.0, top_k=0):
     In the order of Hugging Face: temperature, top-k, then the smallest set of what is left whose mass reaches top_p.
     A row with NaN gives a token in range and a NaN log-prob.
     """
-    p, tokens = (logits.float() / temperature).softmax(-1), None  # (N, V)
-    if top_k > 0 or top_p < 1:
-        p, tokens = _candidates(p, top_p, top_k)  # (N, K) descending
-        ahead = p.cumsum(-1) - p  # the mass before each candidate
-        p = p.masked_fill(ahead >= top_p, 0)
-        p = p / p.sum(-1, keepdim=True)
-    cdf = p.cumsum(-1)
-    total = cdf[:, -1:]
-    # strictly below the total, to which u * total may round up: what follows the last positive p has probability 0
-    goal = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    index = torch.searchsorted(cdf, goal, right=True).clamp_(max=cdf.shape[-1] - 1)  # (N, 1)
+    p, tokens = target(logits, temperature, top_p, top_k)
+    index = invert(p, u)[:, None]
     return (index if tokens is None else tokens.gather(-1, index))[:, 0], p.gather(-1, index)[:, 0].log()
-
-
-def _candidates(p, top_p, top_k):
-    """Probabilities in descending order and their tokens: top_k, renormalised, or enough to hold top_p of the mass."""
-    if top_k > 0:
-        values, tokens = p.topk(min(top_k, p.shape[-1]), dim=-1)
-        return values / values.sum(-1, keepdim=True), tokens
-    for k in (128, 1024):  # on a CPU a full sort costs more than a small model does, and few batches need one
-        if k < p.shape[-1]:
-            values, tokens = p.topk(k, dim=-1)
-            if bool((values.sum(-1) >= top_p).all()):
-                return values, tokens
-    return p.sort(dim=-1, descending=True)
 
 
 @torch.inference_mode()
@@ -102,38 +81,6 @@ def argmax(logits):
     x = logits.float()
     top, tokens = x.max(-1)
     return tokens, top - x.logsumexp(-1)
-
-
-@torch.inference_mode()
-def verify(logits, drafts, uniforms, *, temperature=1.0, top_p=1.0, top_k=0, greedy=False, valid_vocab=None):
-    """Check k drafts of N sequences. -> accepted (N,) int64, tokens (N, k+1) int64, logps (N, k+1) fp32.
-
-    logits (N, k+1, V): position i follows draft i - 1. drafts (N, k): the likeliest tokens of some head, so q is
-    one-hot; -1 where there is none. uniforms (N, k+1) fp32 in [0, 1). The first accepted + 1 tokens of a row are valid.
-    Draft i is accepted if uniforms[i] < p(draft). The token after the accepted ones comes from p without the refused
-    draft, by inverse CDF at the rest of the same number. Log-probs are those of p; greedy: of softmax(logits).
-    """
-    n, k = drafts.shape
-    flat = logits[..., :valid_vocab].flatten(0, 1)  # (N (k+1), V)
-    if greedy:
-        tokens, logps = (x.view(n, k + 1) for x in argmax(flat))
-        return (tokens[:, :k] == drafts).long().cumprod(-1).sum(-1), tokens, logps
-    p = (flat.float() / temperature).softmax(-1)
-    if top_k > 0 or top_p < 1:
-        values, order = _candidates(p, top_p, top_k)
-        values = values.masked_fill(values.cumsum(-1) - values >= top_p, 0)
-        p = torch.zeros_like(p).scatter_(-1, order, values / values.sum(-1, keepdim=True))
-    p, d = p.view(n, k + 1, -1), F.pad(drafts, (0, 1), value=-1)  # (N, k+1, V), (N, k+1)
-    chance = p.gather(-1, d.clamp(min=0)[..., None])[..., 0].masked_fill(d < 0, 0)  # (N, k+1)
-    accepted = (uniforms < chance)[:, :k].long().cumprod(-1).sum(-1)
-    at = torch.arange(n, device=p.device), accepted
-    rest = torch.where(torch.arange(p.shape[-1], device=p.device) == d[at][:, None], 0, p[at])  # (N, V)
-    cdf = rest.cumsum(-1)
-    total, u = cdf[:, -1:], ((uniforms - chance) / (1 - chance))[at]
-    goal = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    token = torch.searchsorted(cdf, goal, right=True).clamp_(max=cdf.shape[-1] - 1)  # (N, 1)
-    tokens = d.clamp(min=0).scatter(-1, accepted[:, None], token)
-    return accepted, tokens, p.gather(-1, tokens[..., None])[..., 0].log()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
