@@ -43,7 +43,6 @@ from queue import Empty, SimpleQueue
 import common  # noqa: F401  before torch: it sets the OpenMP environment
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from chat import Sample, Turn
 from common import BadInput
