@@ -2,7 +2,7 @@
 
     python eval.py plot RUN        all of them, in RUN/curves.png; a stage draws those that matter to it when it ends
 
-Left out: smoothing, several runs in one picture.
+Left out: several runs in one picture.
 """
 
 import json
@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from common import BadInput, read_text
+
+
+SPAN = 10  # steps of a trend: the tasks of a step differ more than the policy does from one step to the next
 
 
 def rows_of(run_dir: str | Path) -> list[dict]:
@@ -45,16 +48,28 @@ def save(figure: Any, path: Path) -> Path:
     return path
 
 
+def trend(values: list[float]) -> list[float]:
+    """The mean of each value and the up to SPAN - 1 before it."""
+    return [sum(part) / len(part) for part in (values[max(0, i + 1 - SPAN) : i + 1] for i in range(len(values)))]
+
+
 def draw(run_dir: Path, picture: str, label: str, names: list[str]) -> Path:
-    """One picture of some metrics of a run."""
+    """One picture of some metrics of a run: each step thin, its trend strong, evaluations as dots."""
     rows, (figure, [[axes]]) = rows_of(run_dir), canvas(1, 1, (7, 4))
-    for name in names:
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        if points:
-            axes.plot(*zip(*points), label=name.rpartition("/")[2])
-    axes.set(xlabel="step", ylabel=label)
+    for i, name in enumerate(names):
+        for metric in (name, f"eval/{name}"):
+            points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+            if not points:
+                continue
+            steps, values = zip(*points)
+            if metric == name:
+                axes.plot(steps, values, color=f"C{i}", alpha=0.25)
+                axes.plot(steps, trend(values), color=f"C{i}", label=name.rpartition("/")[2])
+            else:
+                axes.plot(steps, values, "o", color=f"C{i}")
+    axes.set(xlabel=f"step (thin: each; strong: mean of {SPAN}; dots: evaluation)", ylabel=label)
     if len(names) > 1:
-        axes.legend()
+        figure.legend(loc="outside upper center", ncols=len(names), frameon=False)
     return save(figure, run_dir / picture)
 
 

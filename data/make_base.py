@@ -12,7 +12,7 @@ Samples are made once by worker processes and kept in a cache file; a step is `m
 of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as packing on a CPU, and
 no mask). Left out: packing, mixture schedules, any text that was not generated here.
 
-    python data/make_base.py                         # data/base-small; about an hour on two CPU cores
+    python data/make_base.py                         # data/base-small; an hour and a half on two CPU cores
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --config tiny           # seconds, for tests
 """
@@ -64,23 +64,25 @@ class Config:
     kv_heads: int = option(2, "key and value heads")
     ffn: int = option(384, "width of the MLP")
     # data
-    copies: int = option(60000, "look-up and copy samples")
-    routings: int = option(40000, "choices of tools and skills by their descriptions")
-    instructions: int = option(40000, "IFEval-like samples")
-    dialogues: int = option(40000, "trajectories, each under its own random harness; 0 leaves the simulator out")
+    copies: int = option(49000, "look-up and copy samples")
+    routings: int = option(34000, "choices of tools and skills by their descriptions")
+    instructions: int = option(80000, "IFEval-like samples")
+    dialogues: int = option(50000, "trajectories, each under its own random harness; 0 leaves the simulator out")
     strange: float = option(0.6, "share of the dialogues whose product words are random characters", min=0, max=1)
     held_out: int = option(96, "samples per source of the accuracy measurement")
     max_length: int = option(1280, "tokens; longer samples are left out, and counted", min=1, max=2048)
     workers: int = option(2, "processes that make samples")
     # training
-    steps: int = option(6000, "optimizer steps", min=1)
+    steps: int = option(12000, "optimizer steps", min=1)
     prelude: int = option(600, "steps in which echoes of few tokens must be learned; 0 = no prelude", min=0)
     warm: int = option(1000, "first steps, with warm_shares")
     warm_shares: Shares = option((0.5, 0.1, 0.2, 0.2), "of micro-batches: copy, ifeval, routing, dialogue", min=0)
-    shares: Shares = option((0.06, 0.12, 0.22, 0.6), "the same after the first `warm` steps", min=0)
+    shares: Shares = option((0.06, 0.18, 0.2, 0.56), "the same after the first `warm` steps", min=0)
     micro: int = option(2, "micro-batches per step")
     tokens: int = option(2560, "tokens per micro-batch, padding included")
-    lr: float = option(3e-3, "peak, after 50 steps; decays linearly to a tenth")
+    lr: float = option(3e-3, "AdamW learning rate, at its peak")
+    warmup: int = option(50, "steps of linear warmup", min=0)
+    lr_end: float = option(0.1, "fraction of lr at the last step, approached linearly", min=0)
     weight_decay: float = option(0.05, "of AdamW")
     clip: float = option(1.0, "gradient norm")
     # bookkeeping
@@ -347,11 +349,6 @@ def finished(policy):
 # ------------------------------------------------------------------------------------------------------------------ loop
 
 
-def learning_rate(config, step):
-    warm = min(1.0, step / 50)
-    return config.lr * warm * (1 - 0.9 * (step - 1) / config.steps)
-
-
 def picks(config, sources, step):
     """The sources of this step's micro-batches, drawn by their shares."""
     shares = config.warm_shares if step <= config.warm else config.shares
@@ -392,7 +389,7 @@ def prelude(config, device):
         optimizer, few, loss, learned = adamw(model, config), FEW, math.inf, []
         for step in (bar := tqdm(range(1, 3 * config.prelude + 1), f"prelude {attempt + 1}")):
             for group in optimizer.param_groups:
-                group["lr"] = config.lr * min(1.0, step / 50)
+                group["lr"] = config.lr * min(1.0, step / max(1, config.warmup))
             rng = np.random.default_rng(seed_of("base", "echo", config.seed, attempt, step))
             batch = ("echo", *echo(rng, few, plain, device))
             total, n = train_step(model, optimizer, config, [batch])["echo"]
@@ -445,14 +442,19 @@ def main(argv):
                 batches.append((source, *data[source, "train"].batch(next(streams[source]), device)))
                 drawn[source] += 1
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step)
+                group["lr"] = policies.learning_rate(step, config.steps, config)
             for source, (loss, n) in train_step(model, optimizer, config, batches).items():
                 before = sums.get(source, (0.0, 0))
                 sums[source] = (before[0] + loss, before[1] + n)
             tokens += sum(ids.numel() for _, ids, _ in batches)
             if step % config.log_every == 0 or step == config.steps:
                 row = {f"loss_{source}": loss / n for source, (loss, n) in sorted(sums.items())}
-                run.log(step, **row, lr=learning_rate(config, step), tokens_per_s=tokens / (time.time() - clock))
+                run.log(
+                    step,
+                    **row,
+                    lr=policies.learning_rate(step, config.steps, config),
+                    tokens_per_s=tokens / (time.time() - clock),
+                )
                 bar.set_postfix({name[5:]: f"{loss:.3f}" for name, loss in row.items()})
                 sums, tokens, clock = {}, 0, time.time()
             if step % config.eval_every == 0 or step == config.steps:
