@@ -11,14 +11,14 @@ tokens: of every row that is sampling its last token and the drafts that may fol
 all that is new. Rows do not wait for each other. A new row first copies the longest prefix that it shares with some
 other row: the prompt of a group, or the system prompt of a harness, is computed once.
 
-    engine = Engine(policy, slots=64, context=1024)
+    engine = Engine(policy, slots=64, context=1024, drafts=3)
     loops = [run(harness, task.danmaku, task.open(), policy.codec, seed) for seed in seeds]
     trajectories = engine.run(loops, seeds)
     engine.stats                                         tokens_per_s, prefilled, reused, loop_ms_per_turn, ...
 
 After each step the head reads the model's own hidden states of the tokens that stayed, never those of drafts, and
 guesses `drafts` tokens on, one by one. The next step reads them at once with the token before; those that are accepted
-are the context's, and one more token is always won. A policy without a head takes the same way with no drafts.
+are the context's, and one more token is always won. Without drafts all rows take the same way, one token at a time.
 
 Without a deadline a run is reproducible bit for bit; in another batch, or with a deadline, up to float rounding.
 `python bench/rollout.py` measures it: 3 to 6 times the tokens per second of `generate` on the whole history;
@@ -121,7 +121,7 @@ class Engine:
     """
 
     def __init__(
-        self, policy: Policy, slots=64, context=1024, temperature=1.0, top_p=1.0, top_k=0, deadline_s=None, drafts=3
+        self, policy: Policy, slots=64, context=1024, temperature=1.0, top_p=1.0, top_k=0, deadline_s=None, drafts=0
     ):
         recurrent_layers(policy.model, policy.path)
         if not (temperature > 0 and 0 < top_p <= 1 and top_k >= 0 and slots >= 1 and context >= 2 and drafts >= 0):
