@@ -58,10 +58,10 @@ class Config(Options):
     context: int = option(1536, "longest sample in tokens; a longer one is left out, and counted", min=2)
 
     # update
-    epochs: int = option(2, "times that each sample is trained", min=1)
+    epochs: int = option(1, "times that each sample is trained", min=1)
     batch: int = option(16, "samples per step, over all ranks", min=1)
     micro: int = option(4, "samples per forward and rank; does not change the result", min=1)
-    lr: float = option(1e-3, "AdamW learning rate", min=0)
+    lr: float = option(3e-4, "AdamW learning rate", min=0)
     warmup: int = option(10, "steps of linear warmup", min=0)
     lr_end: float = option(0.1, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
