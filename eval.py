@@ -450,6 +450,7 @@ def main(argv: list[str]) -> None:
         save_result(out, result)
         print(report(result))
         print(f"{out}: harness {result['harness_commit']}, code {result['code_version']}")
+    ranks.barrier()  # nobody leaves while another still writes
 
 
 if __name__ == "__main__":

@@ -418,6 +418,7 @@ def main(argv: list[str]):
         for name in after:
             record.say(f"{name:22} {before[name]:>10.3f}  {after[name]:>10.3f}")
         record.say(f"{record.dir}: model/, loss.png, acceptance.png")
+    ranks.barrier()  # nobody leaves while another still writes
 
 
 if __name__ == "__main__":

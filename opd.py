@@ -452,6 +452,7 @@ def main(argv: list[str]):
         policy.publish(record.dir / "model")
         draw(record.dir, "kl.png", "KL(student || teacher), nats per token", ["kl"])
         record.say(f"{record.dir}: model/, kl.png")
+    ranks.barrier()  # nobody leaves while another still writes
 
 
 if __name__ == "__main__":

@@ -449,6 +449,7 @@ def main(argv: list[str]):
         for name in ("score", "T2", *REWARDS, "fault_recovery", *(f"think/{s}" for s in SEGMENTS)):
             record.say(f"{name:22} {before[name]:>10.3f}  {after[name]:>10.3f}")
         record.say(f"{record.dir}: model/, trajectories.jsonl, reward.png, think_length.png")
+    ranks.barrier()  # nobody leaves while another still writes
 
 
 if __name__ == "__main__":

@@ -206,6 +206,7 @@ def main(argv: list[str]):
     if ranks.rank == 0:
         policy.publish(record.dir / "model")
         record.say(f"{record.dir}: model/, samples.jsonl")
+    ranks.barrier()  # nobody leaves while another still writes
 
 
 if __name__ == "__main__":

@@ -105,14 +105,15 @@ def test_rl_tiny_with_the_shipped_policy(tmp_path):
     assert "4 unseen requests" in out and (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
-def test_bench_study(model_dir, tmp_path):
+def test_bench_study(model_dir, tmp_path, capsys):
     """Each variant and seed is one run of rl.py, made once; the table is put together from their metrics."""
-    line = f"bench/study.py --config tiny --variants default,whole --seeds 0 --out {tmp_path / 'study'}"
-    more = f"--rl=--model {model_dir} --steps 1 --eval-requests 2"
-    first, second = command(line, more), command(line, more)
-    assert "a new run" in first and "a new run" not in second
-    figures = json.loads(second.splitlines()[-1])
-    assert figures == json.loads(first.splitlines()[-1]) and figures.pop("bench") == "study"
+    words = ["--config", "tiny", "--variants", "default,whole", "--seeds", "0", "--out", str(tmp_path / "study")]
+    words.append(f"--rl=--model {model_dir} --steps 1 --eval-requests 2")
+    study = runpy.run_path(str(ROOT / "bench" / "study.py"))["main"]
+    outputs = [(study(words), capsys.readouterr().out)[1] for _ in range(2)]
+    assert "a new run" in outputs[0] and "a new run" not in outputs[1]
+    figures = json.loads(outputs[1].splitlines()[-1])
+    assert figures == json.loads(outputs[0].splitlines()[-1]) and figures.pop("bench") == "study"
     assert list(figures) == ["default", "whole"] and all(len(x) == 1 for row in figures.values() for x in row.values())
     assert {"score", "T2", "fault_recovery", "think/reply"} <= figures["whole"].keys()
     assert (tmp_path / "study" / "table.md").read_text().count("\n") == 4

@@ -159,11 +159,11 @@ def test_accepted_prefixes_leave_the_state_of_a_fresh_prefill(layer, prompt, dra
     _, state, window = prefill(config, layer, x[:, :prompt])
     out, states, windows = step(layer, x[:, prompt:], state, window)
     whole, _, _ = prefill(config, layer, x)
-    assert torch.allclose(out, whole[:, prompt:], atol=1e-5)
+    assert torch.allclose(out, whole[:, prompt:], atol=5e-5)
     for accepted in range(drafts + 1):
         _, fresh, fresh_window = prefill(config, layer, x[:, : prompt + 1 + accepted])
-        assert torch.allclose(states[:, accepted], fresh, atol=1e-5)
-        assert torch.allclose(windows[:, accepted], fresh_window, atol=1e-5)
+        assert torch.allclose(states[:, accepted], fresh, atol=5e-5)
+        assert torch.allclose(windows[:, accepted], fresh_window, atol=5e-5)
 
 
 def test_rows_that_accept_different_counts_go_on(layer):  # FAULTS 45

@@ -213,7 +213,7 @@ def test_rl_update_starts_at_ratio_one_and_does_not_depend_on_micro_batches(poli
         optimizer.zero_grad = lambda: None
         policy.model.zero_grad()
         cfg = rl.Config(minibatches=1, micro=micro, grad_clip=0)
-        logs.append(rl.update(policy, None, optimizer, trajectories, advantages, [0] * 4, cfg, ALONE))
+        logs.append(rl.update(rl.Actors(policy, optimizer), trajectories, advantages, [0] * 4, cfg, ALONE))
         found.append([p.grad.clone() for p in policy.model.parameters()])
     assert logs[0]["first_ratio_off"] < 1e-4 and logs[0] == pytest.approx(logs[1], rel=1e-3, abs=1e-4)
     for a, b in zip(*found, strict=True):

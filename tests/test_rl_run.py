@@ -377,15 +377,6 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
     assert len(rows(out)) == 5 and (how or {k: last[k] for k in wanted} == pytest.approx(wanted, rel=2e-2, abs=2e-2))
 
 
-def test_two_processes_go_on_with_what_one_has_saved(flags, whole, tmp_path):
-    shutil.copytree(whole, out := tmp_path / "run", ignore=shutil.ignore_patterns("ckpt-000004", "model.tmp"))
-    words = [*flags, "--steps", "4", "--out", str(out), "--resume"]
-    output, _ = (process := start(*words, launcher=TWO)).communicate()
-    assert process.returncode == 0, output
-    last, wanted = seeded(out)[-1], seeded(whole)[-1]
-    assert len(rows(out)) == 5 and {k: last[k] for k in wanted} == pytest.approx(wanted, rel=2e-2, abs=2e-2)
-
-
 def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):
     """Within a minute, whatever the others are waiting for."""
     words = [*flags, "--steps", "400", "--out", str(tmp_path / "run"), "--fail"]

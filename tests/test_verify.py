@@ -313,7 +313,7 @@ def test_bad_values_are_refused():
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-CASES = int(os.environ.get("VERIFY_CASES", 600))  # of one or two tokens each
+CASES = int(os.environ.get("VERIFY_CASES", 200))  # of one or two tokens each
 
 
 def both(logits, drafts, u, **kind):
