@@ -354,7 +354,8 @@ def token_logps(model, ids, mask, temperature=1.0, entropy=False, hidden=None):
     values = torch.cat(parts) if parts else source.new_zeros(0, 2, dtype=torch.float32)  # (N, 2)
     out = torch.zeros(*ids.shape, 2, dtype=torch.float32, device=ids.device)
     out = out.masked_scatter(sampled[..., None].expand_as(out), values)
-    return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+    logps, entropies = (x.contiguous() for x in out.unbind(-1))  # no views: FSDP2 warns of those at its root
+    return (logps, entropies) if entropy else logps
 
 
 def _head_logps(head, hidden, target, vocab, temperature, entropy):

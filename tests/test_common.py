@@ -392,9 +392,11 @@ def test_some_checkpoint_loads_after_a_kill_at_any_moment(tmp_path):
 
 
 def test_peak_memory_is_in_mb():
-    before = common.peak_mb()
-    block = torch.zeros(60 << 18)  # 60 MB
-    assert 20 < before < 10_000 and common.peak_mb() >= before and block.sum() == 0
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("the system has no /proc to compare with")
+    known = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    assert common.peak_mb() == pytest.approx(known / 1024, rel=0.05)
 
 
 # -------------------------------------------------------------------------------------------------- signals, processes

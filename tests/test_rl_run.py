@@ -366,7 +366,7 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
     """
     words = [*flags, *how, "--out", str(out := tmp_path / "run")]
     output, _ = (process := start(*words, "--steps", "2", launcher=TWO)).communicate()
-    assert process.returncode == 0, output
+    assert process.returncode == 0 and "returned a view" not in output, output
     for got, want in zip(seeded(out), seeded(whole)[:3], strict=True):
         assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-3, abs=1e-3 if how else 1e-5)
     assert len((out / "rollouts-000002.jsonl").read_text().splitlines()) == 4  # of both ranks
@@ -380,11 +380,10 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
 def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):
     """Within a minute, whatever the others are waiting for."""
     words = [*flags, "--steps", "400", "--out", str(tmp_path / "run"), "--fail"]
-    process, began = start(*words, launcher=TWO), time.monotonic()
-    output, _ = process.communicate(timeout=150)
+    output, _ = (process := start(*words, launcher=TWO)).communicate(timeout=150)
     assert process.returncode != 0 and "RuntimeError: rank 1 has had enough" in output
     said = float(output.partition("failing at ")[2].split()[0])
-    assert time.time() - said < 60 and time.monotonic() > began
+    assert time.time() - said < 60
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from itertools import pairwise
 
 import common  # noqa: F401  before torch
 import numpy as np
@@ -84,7 +85,7 @@ class Broken(nn.Module):
 
 def knows(model, sequences):
     """A head that looks up what comes next in the sequences it was told."""
-    table = {(p, a): b for ids in sequences for p, (a, b) in enumerate(zip(ids, ids[1:], strict=False))}
+    table = {(p, a): b for ids in sequences for p, (a, b) in enumerate(pairwise(ids))}
     return Says(model, lambda p, token: table.get((p, token), 0))
 
 
