@@ -5,7 +5,8 @@
 
 (Yang et al., Gated Delta Networks, arXiv 2412.06464; the linear-attention layers of Qwen3-Next, 3.5 and 3.6.) Keys and
 values forget a rejected draft by their length; a recurrent state has swallowed it. So a speculating step over the last
-token and k drafts keeps all k + 1 states, and the verifier's count chooses one: no second pass over the weights.
+token and k drafts keeps all k + 1 states, and the verifier's count chooses one: no second pass, neither over the
+weights nor over the drafts. rows.py does so for the engine; without drafts T is 1.
 
     mixed, windows = conv_steps(mixed, window, weight)                      (N, T, C), (N, T, C, W-1)
     out, states = recurrent(q, k, v, g, beta, state)                        (N, T, Hv, Dv), (N, T, Hv, Dk, Dv)

@@ -6,8 +6,9 @@
 
 Everything else of a model (projections, norms, rotary positions, experts) does not ask which row a token is of, and is
 the model's own code on the flat list. Only the two mixers are replaced, while `by_rows` is open. Keys are rolled back
-by forgetting a length. A recurrent state cannot be: a step with drafts leaves the states alone and *holds* what each
-window put in, and `Buffer.commit` lets them advance by as many tokens as turned out to be right, without the weights.
+by forgetting a length. A recurrent state cannot be: delta.py has it after every token of a window, and a step with
+drafts *holds* them all until it is known how many were right; then `Buffer.commit` takes that state of each row. From
+layer to layer they add up: N rows x (k + 1) tokens x the states of a row, which are 63 MB in Qwen3.6-35B-A3B.
 
     buffer = Buffer(model, slots=8)
     buffer.reserve(longest)
@@ -31,13 +32,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
-from transformers.activations import ACT2FN
 
 from common import BadInput
+from delta import conv_steps, recurrent
 
 GROW = 64  # the KV buffer grows by this many positions; multiples of 8 keep CUDA's masked attention on its fast path
 SAVED = 16  # recurrent states of prompts that are kept for rows to come; the one unused for longest makes room
-DELTA_RULE = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # in transformers' file of the model
+DELTA_RULE = "torch_chunk_gated_delta_rule"  # for prompts, in transformers' file of the model
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what a row has computed
@@ -50,7 +51,7 @@ def recurrent_layers(model, name="the model"):
     if unknown := sorted(set(kinds) - {"full_attention", "linear_attention"}):
         raise BadInput(f"{name}: the engine knows full_attention and linear_attention layers, not {', '.join(unknown)}")
     found = [m for m in model.modules() if all(hasattr(m, x) for x in ("layer_idx", "A_log", "dt_bias", "conv1d"))]
-    found = [m for m in found if all(hasattr(sys.modules[type(m).__module__], rule) for rule in DELTA_RULE)]
+    found = [m for m in found if hasattr(sys.modules[type(m).__module__], DELTA_RULE) and m.activation == "silu"]
     if len(found) != kinds.count("linear_attention"):
         raise BadInput(f"{name}: the engine knows only gated-delta linear attention, not that of {config.model_type}")
     if not (found or model._supports_attention_backend):  # it would ignore ours: no cache, no mask, and no error
@@ -74,8 +75,8 @@ class Buffer:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.group = config.num_attention_heads // kv_heads
         self.device, self.dtype = model.device, model.dtype  # both walk over all weights: ask once, not in each step
-        recurrent = recurrent_layers(model)
-        self.order = {module.layer_idx: r for r, module in enumerate(recurrent)}
+        layers = recurrent_layers(model)
+        self.order = {module.layer_idx: r for r, module in enumerate(layers)}
         empty = torch.empty(slots, kv_heads, 0, head_dim, dtype=self.dtype, device=self.device)
         self.keys = {i: empty for i in range(config.num_hidden_layers + extra) if i not in self.order}
         self.values = dict(self.keys)
@@ -83,10 +84,9 @@ class Buffer:
         self.zero, self.never = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=self.device)
         self.saved = {}  # {place in conv and delta: (slot, position)}, the last used at the end
         self.conv = self.delta = None
-        if recurrent:
-            m, shape = recurrent[0], (len(recurrent), slots + SAVED)
-            rules = sys.modules[type(m).__module__]
-            self.chunked, self.one_by_one = (getattr(rules, rule) for rule in DELTA_RULE)
+        if layers:
+            m, shape = layers[0], (len(layers), slots + SAVED)
+            self.chunked = getattr(sys.modules[type(m).__module__], DELTA_RULE)
             channels, width = m.conv1d.weight.shape[0], m.conv1d.weight.shape[-1]
             self.conv = torch.zeros(*shape, channels, width - 1, dtype=self.dtype, device=self.device)
             heads = (m.num_v_heads, m.head_k_dim, m.head_v_dim)
@@ -176,15 +176,10 @@ class Buffer:
     @torch.inference_mode()
     def commit(self, step, counts):
         """After a step that held them: the recurrent states advance by the first counts[i] tokens of row i's window."""
-        if not self.order:
-            return
-        seen, k, v, g, beta = (torch.stack(x).flatten(0, 1) for x in zip(*step.held, strict=True))  # (R N, ...)
-        layers, n = len(self.order), len(counts)
-        counts = torch.from_numpy(counts).to(self.device).repeat(layers)  # (R N,)
-        beyond, state = _beyond(g, counts), self.delta[:, :n].flatten(0, 1)
-        _, state = _scan(self.one_by_one, k, k, v, g.masked_fill(beyond, 0), beta.masked_fill(beyond, 0), state)
-        self.delta[:, :n] = state.unflatten(0, (layers, n))
-        self.conv[:, :n] = _tail(seen, counts, self.conv.shape[-1]).unflatten(0, (layers, n))
+        at = _ends(counts, self.device)
+        for r, (windows, states) in enumerate(step.held):
+            _advance(self.conv[r], windows, at)
+            _advance(self.delta[r], states, at)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,8 +203,8 @@ class Step:
     bias: torch.Tensor  # (N, 1, G Q, L), G repeats for Q > 1: 0 where a token of the window may look, -inf elsewhere
     spans: list[tuple[int, int, int, int]]  # (row, start, stop, past) of each row with more than Q tokens
     buffer: Buffer
-    counts: torch.Tensor | None = None  # (N,) tokens of its window by which a row's recurrent states advance
-    held: list | None = None  # what each gated-delta layer put in, when that is for `commit` to decide
+    ends: torch.Tensor | None = None  # (2, M) rows whose recurrent states advance, to which token; None: all, the last
+    held: list | None = None  # states of each gated-delta layer (N, Q, ...), when to which is for `commit` to decide
 
     def windows(self, x):
         """x (T, ...) -> (N, Q, ...)"""
@@ -245,7 +240,7 @@ def plan(buffer, tokens, past, new, width=1, counts=None, hold=False, ahead=0) -
     step = Step(*flat, (n, width), window, place, visible(buffer, seen), spans, buffer)
     if buffer.order and counts is not None:
         counts = np.where(new <= width, counts, 0)
-        step.counts = None if window is None and (counts == width).all() else torch.from_numpy(counts).to(buffer.device)
+        step.ends = None if (counts == width).all() else _ends(counts, buffer.device)
         step.held = [] if hold else None
     return step
 
@@ -316,7 +311,7 @@ def attend(module, query, key, value, attention_mask, scaling, step: Step, **_):
 def recur(module, hidden_states, step: Step, **_):
     """The forward of a gated-delta layer by rows. hidden_states (1, T, H) -> (1, T, H).
 
-    A span's states advance at once. So do those of the windows, by `step.counts` tokens, unless the step holds them.
+    A span's states advance at once. So do those of the windows, to `step.ends`, unless the step holds them.
     """
     buffer, r = step.buffer, step.buffer.order[module.layer_idx]
     conv, delta, n = buffer.conv[r], buffer.delta[r], step.shape[0]
@@ -325,23 +320,22 @@ def recur(module, hidden_states, step: Step, **_):
     g = -module.A_log.float().exp() * F.softplus(a.float() + module.dt_bias)
     spans = []
     for row, start, stop, _past in step.spans:
-        seen, q, k, v = _convolve(module, conv[row : row + 1], x[None, start:stop])
-        out, state = _scan(buffer.chunked, q, k, v, g[None, start:stop], beta[None, start:stop], delta[row : row + 1])
-        conv[row], delta[row] = seen[0, :, stop - start :], state[0]
+        windows, q, k, v = _convolve(module, conv[row : row + 1], x[None, start:stop])
+        q, k = (y.repeat_interleave(v.shape[2] // y.shape[2], dim=2) for y in (q, k))
+        options = dict(initial_state=delta[row : row + 1], output_final_state=True, use_qk_l2norm_in_kernel=True)
+        out, state = buffer.chunked(q, k, v, g=g[None, start:stop], beta=beta[None, start:stop], **options)
+        conv[row], delta[row] = windows[0, -1], state[0]
         spans.append((start, stop, out[0]))
     out = torch.empty_like(z)
     if len(spans) < n:
-        g, beta = step.windows(g), step.windows(beta)  # (N, Q, Hv)
-        if step.held is None and step.counts is not None:
-            beyond = _beyond(g, step.counts)
-            g, beta = g.masked_fill(beyond, 0), beta.masked_fill(beyond, 0)
-        seen, q, k, v = _convolve(module, conv[:n], step.windows(x))
-        out, state = _scan(buffer.one_by_one, q, k, v, g, beta, delta[:n])
+        windows, q, k, v = _convolve(module, conv[:n], step.windows(x))
+        out, states = recurrent(q, k, v, step.windows(g), step.windows(beta), delta[:n])
         out = step.flat(out.flatten(0, 1))
         if step.held is None:
-            conv[:n], delta[:n] = _tail(seen, step.counts, conv.shape[-1]), state
+            _advance(conv, windows, step.ends)
+            _advance(delta, states, step.ends)
         else:
-            step.held.append((seen, k, v, g, beta))
+            step.held.append((windows, states))
     for start, stop, part in spans:
         out[start:stop] = part
     out = module.norm(out.flatten(0, 1), z.flatten(0, 1)).view(1, len(z), -1)
@@ -358,32 +352,24 @@ def _project(module, x):
 
 
 def _convolve(module, before, x):
-    """Inputs seen before (N, C, K - 1) and now (N, Q, C) -> both (N, C, K - 1 + Q), and q, k, v (N, Q, heads, D)."""
-    seen = torch.cat([before, x.transpose(1, 2)], dim=-1)
-    x = F.conv1d(seen, module.conv1d.weight, module.conv1d.bias, groups=seen.shape[1])
-    x = ACT2FN[module.activation](x).transpose(1, 2)
-    q, k, v = x.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    return seen, *(
-        y.unflatten(-1, (-1, d)) for y, d in ((q, module.head_k_dim), (k, module.head_k_dim), (v, module.head_v_dim))
-    )
+    """before (N, C, K - 1), x (N, Q, C) -> the last inputs after each (N, Q, C, K - 1); q, k, v (N, Q, heads, D)."""
+    x, windows = conv_steps(x, before, module.conv1d.weight[:, 0], module.conv1d.bias)
+    parts, dims = (module.key_dim, module.key_dim, module.value_dim), (module.head_k_dim,) * 2 + (module.head_v_dim,)
+    return windows, *(y.unflatten(-1, (-1, d)) for y, d in zip(x.split(parts, dim=-1), dims, strict=True))
 
 
-def _scan(rule, q, k, v, g, beta, state):
-    """The gated delta rule from `state` (N, H, Dk, Dv) on -> o (N, Q, H, Dv), the state after the last token."""
-    return rule(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+def _ends(counts, device):
+    """counts (N,) numpy -> the rows that advance by one token or more, and the last of these. (2, M)"""
+    rows = np.flatnonzero(counts)
+    return torch.from_numpy(np.stack([rows, counts[rows] - 1])).to(device)
 
 
-def _beyond(g, counts):
-    """Which of the Q tokens of g (N, Q, H) stand after the first counts (N,). Decay exp(0) and beta 0: no change."""
-    return (torch.arange(g.shape[1], device=g.device) >= counts[:, None])[..., None]  # (N, Q, 1)
-
-
-def _tail(seen, counts, size):
-    """seen (N, C, size + Q) -> what was last seen after counts (N,) of the Q new inputs, all if None (N, C, size)."""
-    if counts is None:
-        return seen[:, :, -size:]
-    index = counts[:, None, None] + torch.arange(size, device=seen.device)
-    return seen.gather(-1, index.expand(-1, seen.shape[1], -1))
+def _advance(kept, states, ends):
+    """kept (slots, ...) of rows 0 .. N-1 becomes what it is after the token at their `ends`: states (N, Q, ...)."""
+    if ends is None:
+        kept[: len(states)] = states[:, -1]
+    else:
+        kept[ends[0]] = states[ends[0], ends[1]]
 
 
 AttentionInterface.register("hat_rows", attend)
