@@ -21,6 +21,7 @@ vision tower of a checkpoint that has one: it is neither read nor written, and c
 """
 
 import copy
+import inspect
 import math
 import re
 import shutil
@@ -218,6 +219,8 @@ class MTP(nn.Module):
             self.norm = norm(width, eps=config.rms_norm_eps)
             if seed is not None:
                 self.apply(model._init_weights)
+        takes = inspect.signature(self.layers[0].forward).parameters
+        self.cache = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.23
         self.to(dtype=model.dtype, device=None if seed is None else model.device)
         for module in self.modules():
             if hasattr(module, "config"):
@@ -229,7 +232,7 @@ class MTP(nn.Module):
 
         hidden: the model's final hidden states, as its LM head reads them, or g itself: to draft on, give back g, the
         drafted token and the next position. attention: position_ids (B, T), by default 0 .. T-1; attention_mask, by
-        default causal; and whatever the attention function of the model's config wants (a cache with a layer more).
+        default causal; cache, with a layer more than the model; and what the attention function of the config wants.
         """
         base, dtype = model.base_model, self.fc.weight.dtype
         with torch.no_grad():  # the embedding is the policy's, and so is the final norm
@@ -238,14 +241,13 @@ class MTP(nn.Module):
             scale = base.norm(torch.ones_like(embedded[0, 0])) if self.before_norm else 1
         x = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden.to(dtype) / scale)]
         x = self.fc(torch.cat(x, dim=-1))
-        position, mask = attention.pop("position_ids", None), attention.pop("attention_mask", None)
+        position, mask, cache = (attention.pop(name, None) for name in ("position_ids", "attention_mask", "cache"))
         if position is None:
             position = torch.arange(ids.shape[1], device=ids.device)[None]
-        mask = create_causal_mask(base.config, x, mask, attention.get("cache"), position)
-        rotary = base.rotary_emb(x, position)
-        return self.norm(
-            self.layers[0](x, position_embeddings=rotary, attention_mask=mask, position_ids=position, **attention)
-        )
+        attention |= {"attention_mask": create_causal_mask(base.config, x, mask, cache, position), self.cache: cache}
+        axes = 3 if hasattr(base.rotary_emb, "mrope_section") else 1  # time, height and width: of text they are one
+        rotary = base.rotary_emb(x, position.expand(axes, -1, -1) if axes > 1 else position)
+        return self.norm(self.layers[0](x, position_embeddings=rotary, position_ids=position, **attention))
 
     def tensors(self, dtype=None):
         """Name -> tensor, as the checkpoint has them. They are views of the weights, or copies in another dtype."""

@@ -1,5 +1,6 @@
 """States after every token: against transformers' functions and layer, and against a prefill of what was accepted."""
 
+import inspect
 import os
 
 import common  # noqa: F401  before torch
@@ -55,6 +56,8 @@ def test_as_transformers(function, shape):
     *tokens, state = inputs(shape)
     options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
     out, states = recurrent(*tokens, state)
+    share = shape[3] // shape[2]
+    tokens = [x.repeat_interleave(share, dim=2) for x in tokens[:2]] + tokens[2:]  # as transformers before 5.23 wants
     want, _ = function(*tokens, initial_state=state, **options)
     assert torch.allclose(out, want, atol=1e-6, rtol=1e-6)
     for t in range(shape[1]):
@@ -132,9 +135,9 @@ def layer():
 def prefill(config, layer, x):
     """The layer's own forward over whole prompts x (N, T, H): output, recurrent state, the last W - 1 inputs."""
     cache = DynamicCache(config=config)
-    out = layer(x, cache=cache)
-    window = cache.get_conv_state(0)[..., -(layer.conv_kernel_size - 1) :]
-    return out, cache.get_recurrent_state(0), window
+    name = "cache" if "cache" in inspect.signature(layer.forward).parameters else "cache_params"  # before 5.23
+    out, seen = layer(x, **{name: cache}), cache.layers[0]
+    return out, seen.recurrent_states[0], seen.conv_states[0][..., -(layer.conv_kernel_size - 1) :]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import nn
 
 import infer
 from chat import Turn
-from model import create, pad_batch, token_logps
+from model import MTP, create, pad_batch, token_logps
 from test_infer import WORDS, loop, loops, of_family, prompts, sharpen, tokens_of, toy_tokenizer
 
 
@@ -32,29 +32,12 @@ FAMILIES = ["qwen3", "qwen3_5_moe"]
 # MTP heads: an untrained one with the real thing's parts, and some that need none
 
 
-class Untrained(nn.Module):
-    """g_t = norm(layer(fc [norm_e(E[tok_{t+1}]), norm_h(h_t)])), the layer of the model's own kind."""
+class Untrained(MTP):
+    """A new head of the model's own kind, large enough to have an opinion."""
 
     def __init__(self, model, seed=0):
-        super().__init__()
-        config = copy.deepcopy(model.config)
-        config.num_hidden_layers += 1
-        if kinds := getattr(config, "layer_types", None):
-            config.layer_types = [*kinds, "full_attention"]
-        width, norm = config.hidden_size, type(model.base_model.norm)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.fc = nn.Linear(2 * width, width, bias=False)
-            self.layer = type(model.base_model.layers[0])(config, config.num_hidden_layers - 1)
-            self.apply(model._init_weights)
-        self.norm_e, self.norm_h, self.norm = norm(width), norm(width), norm(width)
+        super().__init__(model, seed)
         sharpen(self)
-
-    def forward(self, model, ids, hidden, position_ids, **attention):
-        x = torch.cat([self.norm_e(model.get_input_embeddings()(ids)), self.norm_h(hidden)], dim=-1)
-        x = self.fc(x)
-        turn = model.base_model.rotary_emb(x, position_ids)
-        return self.norm(self.layer(x, position_embeddings=turn, position_ids=position_ids, **attention))
 
 
 class Says(nn.Module):
@@ -171,7 +154,7 @@ class Both(Untrained):
     """Untrained, but at every third place it looks up what comes next: now and then drafts are right."""
 
     def forward(self, model, ids, hidden, position_ids, **attention):
-        g = super().forward(model, ids, hidden, position_ids, **attention)
+        g = super().forward(model, ids, hidden, position_ids=position_ids, **attention)
         return torch.where((position_ids % 3 == 0)[..., None], self.book(model, ids, hidden, position_ids), g)
 
 
