@@ -15,6 +15,7 @@ other row: the prompt of a group, or the system prompt of a harness, is computed
     loops = [run(harness, task.danmaku, task.open(), policy.codec, seed) for seed in seeds]
     trajectories = engine.run(loops, seeds)
     engine.stats                                         tokens_per_s, prefilled, reused, loop_ms_per_turn, ...
+    engine.times                                         of each rollout: start, first token, end
 
 After each step the head reads the model's own hidden states of the tokens that stayed, never those of drafts, and
 guesses `drafts` tokens on, one by one. The next step reads them at once with the token before; those that are accepted
@@ -22,7 +23,9 @@ are the context's, and one more token is always won. Without drafts all rows tak
 
 Without a deadline a run is reproducible bit for bit; in another batch, or with a deadline, up to float rounding.
 `python bench/rollout.py` measures it: 3 to 6 times the tokens per second of `generate` on the whole history;
-`python bench/speculate.py` what the drafts add.
+`python bench/speculate.py` what the drafts add. Whole requests of an evaluation set, as they are served (replay.py):
+
+    python infer.py replay --model DIR --set T1 --concurrency 1,2,4,8
 
 For Hugging Face causal LMs whose layers have full attention and take an attention function of ours, or gated-delta
 recurrence (tested with Qwen2, Qwen3, Llama, Qwen3-Next and the text model of Qwen3.5 and 3.6 with experts); others are
@@ -136,9 +139,10 @@ class Engine:
         self.vocab = policy.codec.vocab_size  # ids from here on are padding of the head and are never sampled
         self.stop_ids = frozenset(policy.codec.stop_ids)
         self.stats: dict[str, float] = {}
+        self.times = np.empty((0, 3))
 
     def run(self, rollouts: list[Generator], seeds: list[int], greedy=False, progress: Callable | None = None) -> list:
-        """Drive the generators to their ends; what they returned, in their order. `stats` tells how it went.
+        """Drive the generators to their ends; what they returned, in their order. `stats` and `times` tell how it went.
 
         seeds: one per rollout. greedy: the likeliest token instead, with its log-prob at temperature 1 and without
         top-k and top-p. progress(1) is called as each rollout ends. An exception inside a generator is a fault of the
@@ -149,6 +153,8 @@ class Engine:
         With an MTP head also draft_s, drafted (tokens), accepted (how often 0, 1, .. drafts of a row were right), and
         accepted_length (tokens a verification yields), in its two conventions acceptance = accepted_length / (drafts +
         1) and draft_acceptance = right drafts / drafted.
+        times (rollouts, 3): seconds from the start of `run` at which each began, had sampled its first token, and ended
+        (NaN: it never did).
         """
         assert len(rollouts) == len(seeds), f"{len(rollouts)} rollouts but {len(seeds)} seeds"
         self.head = getattr(self.policy, "mtp", None) if self.drafts else None
@@ -163,7 +169,8 @@ class Engine:
         self.inbox = SimpleQueue()  # (row, what its loop answered, seconds it took)
         self.buffer = Buffer(self.policy.model, min(self.slots, len(rollouts)), extra=len(heads))
         self.tokens = np.zeros((self.buffer.slots, self.context + 1), dtype=np.int64)
-        began = time.perf_counter()
+        self.times = np.full((len(rollouts), 3), math.nan)
+        self.began = began = time.perf_counter()
         try:
             with by_rows(self.policy.model, *heads):
                 while self.waiting or self.rows:
@@ -220,7 +227,9 @@ class Engine:
 
     def _start(self, slot, cached):
         index, loop, seed = self.waiting.popleft()
-        deadline = time.perf_counter() + (math.inf if self.deadline_s is None else self.deadline_s)
+        now = time.perf_counter()
+        self.times[index, 0] = now - self.began
+        deadline = now + (math.inf if self.deadline_s is None else self.deadline_s)
         row = Row(index, slot, loop, np.random.default_rng(seed), deadline, cached)
         self._resume(row, None)
         return row
@@ -266,6 +275,7 @@ class Engine:
     def _end(self, row):
         """A rollout is over: its slot goes to a waiting one, or else to the last row, so that the rows stay compact."""
         self.progress(1)
+        self.times[row.index, 2] = time.perf_counter() - self.began
         if self.waiting:
             self.rows[row.slot] = self._start(row.slot, row.cached)
         elif (last := self.rows.pop()) is not row:
@@ -375,6 +385,8 @@ class Engine:
             if now > row.deadline:
                 self._fail(row, "expired")
         row.cached = row.length - 1
+        if math.isnan(self.times[row.index, 1]):
+            self.times[row.index, 1] = now - self.began
         return kept
 
     def _choose(self):
@@ -468,3 +480,18 @@ def _same(contexts, ids):
     differs = np.ones((len(contexts), len(ids) + 1), dtype=bool)
     np.not_equal(contexts, ids, out=differs[:, :-1])
     return differs.argmax(-1)
+
+
+def main(argv: list[str]) -> None:
+    command, *rest = argv or [""]
+    if command != "replay":
+        raise BadInput("infer.py takes a command: replay; `python infer.py replay --help` lists its options")
+    import replay  # a room below this one
+
+    replay.main(rest)
+
+
+if __name__ == "__main__":
+    import infer  # run as a script this file is __main__, while replay.py imports `infer`: use that
+
+    common.cli(infer.main)

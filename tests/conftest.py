@@ -30,6 +30,17 @@ def model_dir(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def headed_dir(model_dir, tmp_path_factory) -> Path:
+    """The policy of model_dir with a new MTP head."""
+    from model import MTP, load
+
+    path, policy = tmp_path_factory.mktemp("headed") / "model", load(model_dir)
+    policy.mtp = MTP(policy.model)
+    policy.publish(path)
+    return path
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """Golden files too large or not ours to ship; a test that needs them is skipped where they are not."""
