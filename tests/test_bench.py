@@ -99,6 +99,37 @@ def test_bench_rl_step_refuses(wrong):
         main(["--config", "tiny", "--groups", "1", "--model", "none", *wrong.split()])
 
 
+def bench(name: str, words: str, capsys) -> tuple[str, dict]:
+    """What a benchmark prints, and the JSON object in its last line."""
+    runpy.run_path(str(ROOT / "bench" / f"{name}.py"))["main"](words.split())
+    figures = json.loads((out := capsys.readouterr().out).splitlines()[-1])
+    assert figures.pop("bench") == name
+    return out, figures
+
+
+def test_bench_speculate(headed_dir, model_dir, capsys):
+    """Three sides that answer the same requests; a new head drafts badly, and nothing changes but the time."""
+    words = "--most 2 --requests 2 --new 6 --drafts 2 --repeats 1 --device cpu --model"
+    out, figures = bench("speculate", f"{words} {headed_dir}", capsys)
+    assert figures.pop("identical") is True and 1 <= figures.pop("accepted_length") <= 3
+    assert set(figures) == {"ratio_vs_plain", "ratio_vs_generate"} and all(x > 0 for x in figures.values())
+    assert [line.split()[0] for line in out.splitlines() if line.endswith(" yes")] == ["1", "2"]
+    with pytest.raises(BadInput, match="has no MTP head to draft with"):
+        bench("speculate", f"{words} {model_dir}", capsys)
+    with pytest.raises(BadInput, match="--context 100 is too short"):
+        bench("speculate", f"{words} {headed_dir} --context 100", capsys)
+
+
+def test_bench_verifier(capsys):
+    """Without a GPU only the torch path is measured."""
+    words = "--device cpu --vocab 1000 --padding 24 --sequences 2 --repeats 3 --dtype float32"
+    out, figures = bench("verifier", words, capsys)
+    assert figures.pop("us_torch") > 0 and figures == {"device": "cpu", "us": None, "us_empty_graph": None}
+    assert "8 rows x 1000 logits in float32, 0.0 MB" in out and out.count("not measured") == 2
+    with pytest.raises(BadInput, match="padding 1000: must be less than vocab 1000"):
+        bench("verifier", f"{words} --padding 1000", capsys)
+
+
 @pytest.mark.skipif(not (BASE / "model.safetensors").exists(), reason="data/base-small has no weights yet")
 def test_rl_tiny_with_the_shipped_policy(tmp_path):
     out = command("rl.py --config tiny --out", tmp_path / "run")
