@@ -24,7 +24,8 @@ and ten best rollouts in rollouts-STEP.jsonl: `python harness.py trace FILE` sho
 
 metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
 stop/* = how rollouts ended; first_ratio_off = mean |rho - 1| before the first optimizer step; clip/s = share of votes
-that the clip silences; fault_recovery = accuracy of rollouts on which a tool failed; eval/* = the fixed slice under the
+that the clip silences; accepted_length, draft_acceptance = tokens per verification and share of right drafts, with
+--drafts; fault_recovery = accuracy of rollouts on which a tool failed; eval/* = the fixed slice under the
 original harness without faults; of the same requests, eval/T2 = the score, each under a held-out variant of it, and
 eval/fault_recovery = the accuracy where a tool failed, at rates of a fifth.
 """
@@ -82,6 +83,7 @@ class Config:
     temperature: float = option(1.0, "of sampling; top-p and top-k would break the first ratio", min=0.01)
     context: int = option(1536, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
+    drafts: int = option(0, "tokens that the MTP head guesses ahead in rollouts; needs a head", min=0)
     deadline_s: float = option(0.0, "seconds per rollout, 0 = none; with one, no two runs are equal bit for bit", min=0)
     harness_mode: Literal["fixed", "hsa", "mixed"] = option(
         "fixed", "hsa = some groups act under augmented harnesses; mixed = some rollouts, each under its own"
@@ -324,13 +326,14 @@ def drafter_of(policy: Policy, cfg: Config) -> Learner | None:
 
 def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Engine:
     """The engine over the policy at `path`; BadInput for what it cannot run, --context among it."""
-    engine = Engine(
-        load(path, ranks.device), cfg.slots, cfg.context, cfg.temperature, deadline_s=cfg.deadline_s or None
-    )
-    drafter_of(engine.policy, cfg)
+    policy, deadline_s = load(path, ranks.device), cfg.deadline_s or None
+    if cfg.drafts and policy.mtp is None:
+        raise BadInput(f"--drafts {cfg.drafts}: {path} has no MTP head to draft with; mtp.py trains one for it")
+    engine = Engine(policy, cfg.slots, cfg.context, cfg.temperature, deadline_s=deadline_s, drafts=cfg.drafts)
+    drafter_of(policy, cfg)
     for task in (evaluation_task(world, i) for i in range(cfg.eval_requests)):
         for h in (harness, variant(harness, task)):
-            turn = next(run(h, task.danmaku, task.open(), engine.policy.codec), None)  # None: a hook denies it
+            turn = next(run(h, task.danmaku, task.open(), policy.codec), None)  # None: a hook denies it
             if turn and len(turn.ids) >= cfg.context:
                 what = f"a prompt has {len(turn.ids)} tokens, and what follows needs room"
                 raise BadInput(f"--context {cfg.context}: {what}")
@@ -345,6 +348,14 @@ def extremes(trajectories: list[Trajectory], places: list[int], batch: dict[str,
     found = {i: t.to_dict() for i, t in zip(places, trajectories) if i in chosen}
     found = {i: t for each in ranks.all(found) for i, t in each.items()}
     return [found[i] for i in chosen]
+
+
+def acceptance(stats: dict, ranks: Dist) -> dict[str, float]:
+    """Of the engine's last run on all ranks: tokens that a verification yields, and the share of right drafts."""
+    right = sum(n * times for n, times in enumerate(stats["accepted"]))
+    sums = torch.tensor([sum(stats["accepted"]), right, stats["drafted"]], dtype=torch.float64, device=ranks.device)
+    times, right, drafted = ranks.all_reduce_sum(sums).tolist()
+    return {"accepted_length": 1 + right / times, "draft_acceptance": right / drafted} if times else {}
 
 
 def train_step(
@@ -371,7 +382,8 @@ def train_step(
     for group in actors.optimizer.param_groups:
         group["lr"] = learning_rate(step, cfg.steps, cfg)
     minibatch = order[groups] % cfg.minibatches
-    log = summary(batch) | update(actors, trajectories, advantages[places], minibatch[places], cfg, ranks)
+    drafted = acceptance(engine.stats, ranks) if cfg.drafts else {}
+    log = summary(batch) | update(actors, trajectories, advantages[places], minibatch[places], cfg, ranks) | drafted
 
     kept = advantages.any(1)
     log |= {"dropped": int((~kept).sum()), "dropped_groups": cfg.groups - len(groups[kept].unique())}

@@ -4,6 +4,7 @@ A new policy babbles until it is cut, and would be dropped for it; `child` score
 that there is something to learn. The tests start this file as a script too: python tests/test_rl_run.py RL_FLAGS.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -245,6 +246,49 @@ def test_a_run_trains_the_head_along_and_resumes(flags, whole, tmp_path):
     assert all("mtp/length" in row for row in rows(tmp_path / "one") if row.get("updates"))
 
 
+class Guided(rl.Engine):
+    """Drafts what a copy of the policy itself finds likeliest: a new head would hardly ever be right."""
+
+    @torch.no_grad()
+    def _draft(self, *step):
+        super()._draft(*step)
+        for row in (r for r in self.rows if r.drafts):
+            for end in range(row.length, row.length + row.drafts):
+                logits = self.guide(torch.from_numpy(self.tokens[row.slot, None, :end])).logits[0, -1]
+                self.tokens[row.slot, end] = int(logits[: self.vocab].argmax())
+
+
+@pytest.mark.parametrize("kind", ["dense", "qwen36"])
+@pytest.mark.filterwarnings("ignore:drafting does not pay")
+def test_rollouts_under_drafts_have_exact_log_probs(kind, flags, headed_dir, qwen36_dir, monkeypatch):
+    """FAULTS 11: the first ratio is 1 where drafts were taken and where they were not."""
+    monkeypatch.setattr(evaluation, "score", fake_score)
+    model = {"dense": headed_dir, "qwen36": qwen36_dir}[kind]
+    cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--drafts", "2", "--temperature", "0.2", "--minibatches", "1"])
+    policy = rl.load(model)
+    engine = Guided(policy, cfg.slots, cfg.context, cfg.temperature, drafts=cfg.drafts)
+    engine.guide = copy.deepcopy(policy.model)
+    actors = rl.Actors(policy, torch.optim.SGD(policy.model.parameters(), 0.0))
+    places = rl.World.load(cfg.world), rl.Harness.load(cfg.harness)
+    log, _ = rl.train_step(1, engine, actors, *places, cfg, common.ALONE)
+    assert log["updates"] == 1 and log["first_ratio_off"] < 1e-4
+    taken = engine.stats["accepted"]
+    assert sum(taken[1:]) > 5 and taken[0] > 0
+    assert log["accepted_length"] == engine.stats["accepted_length"] > 1.1
+    assert log["draft_acceptance"] == engine.stats["draft_acceptance"]
+
+
+def test_a_run_rolls_out_with_drafts(flags, qwen36_dir, tmp_path):
+    """Its own head drafts; the log says how often it was right, in the rows of rollouts alone."""
+    words = [*flags, "--model", str(qwen36_dir), "--drafts", "2", "--steps", "1", "--eval-requests", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "score", fake_score)
+        rl.main([*words, "--out", str(tmp_path / "run")])
+    before, step = rows(tmp_path / "run")
+    assert "accepted_length" not in before and step["updates"] > 0 and step["first_ratio_off"] < 1e-4
+    assert 1 <= step["accepted_length"] <= 3 and 0 <= step["draft_acceptance"] <= 1
+
+
 def test_kl_pulls_towards_the_reference(policy, model_dir):
     """Nothing to itself. To another policy it is positive, and a step down its gradient alone makes it smaller."""
     (log, free), (same, itself) = gradient(policy), gradient(policy, kl=10.0, reference=policy)
@@ -395,6 +439,8 @@ def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):
         (["--groups", "0"], "--groups"),
         (["--shard", "--mtp", "train"], "a head is not trained on a sharded policy"),
         (["--mtp", "train"], "has no MTP head; mtp.py trains one for it"),
+        (["--drafts", "2"], "--drafts 2: .*model has no MTP head to draft with"),
+        (["--drafts", "-1"], "--drafts: -1 is not within"),
         (["--model", "nowhere"], "nowhere: no such model directory"),
         (["--clip-tol", "1,2"], "--clip-tool"),
         (["--clip-tool", "0.1"], "--clip-tool: '0.1' is not 2 values"),
