@@ -2,8 +2,10 @@
 
 import inspect
 import os
+from functools import partial
 
 import common  # noqa: F401  before torch
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -15,6 +17,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 import delta as room
 from common import BadInput
 from delta import conv_steps, recurrent
+from rows import Buffer, by_rows
+from test_rows import feed, toy
 from test_verify import DEVICE, compile_for_a_gpu, run_kernels
 from verify import triton
 
@@ -230,6 +234,22 @@ def kernel_stops_at_a_row_s_length():
         x[1, 1:] = float("nan")
     out, states = recurrent(*tokens, state, lengths=torch.tensor([3, 1]).to(DEVICE), backend="triton")
     assert out.isfinite().all() and states.isfinite().all() and torch.equal(states[1, 2], states[1, 0])
+
+
+def kernel_takes_what_the_engine_gives(monkeypatch):
+    """Views of the convolution's output, slices of the buffer: windows that are held, and a step without drafts."""
+    found = []
+    for backend in ("torch", "triton"):
+        monkeypatch.setattr("rows.recurrent", partial(recurrent, backend=backend))
+        model, _, tokens = toy("qwen3_5_moe")
+        buffer = Buffer(model.to(DEVICE), 3)
+        with by_rows(model):
+            feed(model, buffer, tokens, [0] * 3, [5] * 3)
+            step, held = feed(model, buffer, tokens, [5] * 3, [3, 1, 9], 3, hold=True)
+            buffer.commit(step, np.array([2, 1, 0]))
+            _, last = feed(model, buffer, tokens, [7, 6, 14], [1] * 3)
+        found.append([buffer.delta[:, :3], buffer.conv[:, :3], *held, *last])
+    assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(*found, strict=True))
 
 
 def test_kernels():

@@ -177,6 +177,29 @@ def test_the_head_reads_true_hidden_states_of_the_whole_context(family, monkeypa
         assert guesses(afresh, context[:-k], k) == context[-k:].tolist()
 
 
+def test_an_engine_drafts_with_the_weights_of_now():  # FAULTS 40
+    """After an update of model and head the same engine drafts as a new one would."""
+    policy = of_family("qwen3")
+    policy.mtp = Untrained(policy.model)
+
+    def drafted(engine):
+        engine.seen = []
+        engine.run(loops(4, turns=1), list(range(4)), greedy=True)
+        return [context.tolist() for context, _ in engine.seen]
+
+    engine = Recorded(policy, slots=4, context=256)
+    before = drafted(engine)
+    with torch.no_grad():
+        for p in policy.mtp.parameters():
+            p.copy_(p.roll(1, 0))
+    head = drafted(engine)
+    assert before != head == drafted(Recorded(copy.deepcopy(policy), slots=4, context=256))
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.copy_(p.roll(1, 0))
+    assert head != drafted(engine) == drafted(Recorded(copy.deepcopy(policy), slots=4, context=256))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # sampling
 
