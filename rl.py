@@ -34,7 +34,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -49,6 +49,7 @@ from tqdm import tqdm
 
 from chat import REPLY, SEGMENTS, Trajectory
 from harness import Harness, run
+from reword import Endpoint, Rewriter
 from augment import augment
 from sim import NO_FAULTS, Faults, Task, World, make_task
 from facts import REWARDS
@@ -90,6 +91,8 @@ class Config:
     )
     augmented: float = option(0.5, "hsa, mixed: share under an augmented harness", min=0, max=1)
     leave_out: Dimension = option("none", "hsa, mixed: a dimension in which nothing changes")
+    rewriter: str = option("", "hsa, mixed: OpenAI-compatible server that rewords, in place of the word pools")
+    llm: str = option("default", "model name for it")
     strange: float = option(0.5, "share of groups in rooms of unheard-of product words", min=0, max=1)
     faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
     fault_ramp: int = option(0, "steps over which these rise from 0", min=0)
@@ -140,7 +143,9 @@ PRESETS = {
 # rollouts
 
 
-def training_jobs(cfg: Config, world: World, original: Harness, step: int, groups: range) -> list[tuple]:
+def training_jobs(
+    cfg: Config, world: World, original: Harness, step: int, groups: range, rewrite: Rewriter | None = None
+) -> list[tuple]:
     """(harness, task, room, seed) per rollout. A group shares task, harness and tool faults, not its sampling seed.
 
     In mixed mode its members act under harnesses of their own: then what is rewarded is to do well under any of them.
@@ -155,7 +160,7 @@ def training_jobs(cfg: Config, world: World, original: Harness, step: int, group
         for member in range(cfg.group_size):
             own = (member,) if cfg.harness_mode == "mixed" else ()
             if own or member == 0:
-                harness = harness_for(original, cfg, seed_of(cfg.seed, "harness", step, g, *own), needed)
+                harness = harness_for(original, cfg, seed_of(cfg.seed, "harness", step, g, *own), needed, rewrite)
             room = task.open(faults, seed_of(cfg.seed, "room", step, g))
             jobs.append((harness, task, room, seed_of(cfg.seed, "rollout", step, g, member)))
     return jobs
@@ -359,7 +364,7 @@ def acceptance(stats: dict, ranks: Dist) -> dict[str, float]:
 
 
 def train_step(
-    step: int, engine: Engine, actors: Actors, world: World, harness: Harness, cfg: Config, ranks: Dist
+    step: int, engine: Engine, actors: Actors, jobs: Callable[[int, range], list[tuple]], cfg: Config, ranks: Dist
 ) -> tuple[dict, list[dict]]:
     """Rollout, advantages, update: the log of the step, and its best and worst rollouts.
 
@@ -368,7 +373,7 @@ def train_step(
     started = time.perf_counter()
     mine = range(ranks.rank, cfg.groups, ranks.world)
     with whole(engine.policy):
-        trajectories = collect(engine, training_jobs(cfg, world, harness, step, mine), f"rollouts {step}", ranks)
+        trajectories = collect(engine, jobs(step, mine), f"rollouts {step}", ranks)
     rollout_s = time.perf_counter() - started
 
     groups = torch.arange(cfg.groups).repeat_interleave(cfg.group_size)  # (N,) of the global batch
@@ -407,6 +412,8 @@ def main(argv: list[str]):
     # before Run, so that what is refused leaves no directory
     engine = None if cfg.resume else ready(cfg.model, cfg, unseen, harness, ranks)
     reference = load(cfg.model, ranks.device) if cfg.kl else None
+    rewrite = Endpoint(cfg.rewriter, cfg.llm) if cfg.rewriter else None
+    jobs = partial(training_jobs, cfg, world, harness, rewrite=rewrite)
 
     free = ("steps",) if cfg.lr_end == 1 else ()  # else the rate of every step depends on how many there are
     record = Run(cfg.out, cfg, cfg.resume, f"runs/rl-{cfg.config}", ranks, free)
@@ -432,7 +439,7 @@ def main(argv: list[str]):
         for step in range(record.start + 1 if saved else 0, cfg.steps + 1):  # step 0 only evaluates
             log, shown = {}, []
             if step:
-                log, shown = train_step(step, engine, actors, world, harness, cfg, ranks)
+                log, shown = train_step(step, engine, actors, jobs, cfg, ranks)
             if step in (0, cfg.steps) or (cfg.eval_every and step % cfg.eval_every == 0):
                 after, trajectories = evaluate(engine, unseen, harness, cfg, ranks)
                 before = before or after

@@ -154,7 +154,8 @@ class Ours:
         engine.expect(work, self.policy.model)
         start = now()
         actors = rl.Actors(self.policy, self.optimizer)
-        log, _ = rl.train_step(work.step, engine, actors, self.world, self.harness, work.options, ALONE)
+        jobs = partial(rl.training_jobs, work.options, self.world, self.harness)
+        log, _ = rl.train_step(work.step, engine, actors, jobs, work.options, ALONE)
         log |= spent(start)
         if engine.held != [t.ids for t in work.dialogues]:
             raise RuntimeError("rl.py holds other tokens than the teacher's dialogues")

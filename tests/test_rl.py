@@ -46,6 +46,20 @@ def test_mixed_groups_share_a_task_under_harnesses_of_their_own():
         assert len(set(commits)) > 2 and 0 < commits.count(harness.commit) < 12
 
 
+def test_a_rewriter_rewords_the_harnesses_of_rollouts():
+    world, harness = rl.World.load("data/world/zh.json"), rl.Harness.load("data/harness")
+    cfg = rl.Config(groups=4, group_size=1, harness_mode="hsa", augmented=1.0)
+
+    def shout(text, what, rng):
+        return text + "！" if what == "description" else text
+
+    jobs = rl.training_jobs(cfg, world, harness, 1, range(4), shout)
+    assert any(t.description.endswith("！") for h, *_ in jobs for t in h.tools)
+    assert not any(
+        t.description.endswith("！") for h, *_ in rl.training_jobs(cfg, world, harness, 1, range(4)) for t in h.tools
+    )
+
+
 def test_faults_rise_over_the_ramp():
     world, harness = rl.World.load("data/world/zh.json"), rl.Harness.load("data/harness")
     cfg = rl.Config(groups=1, group_size=1, faults=(0.4, 0.2, 0.1), fault_ramp=10)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -246,6 +247,10 @@ def test_a_run_trains_the_head_along_and_resumes(flags, whole, tmp_path):
     assert all("mtp/length" in row for row in rows(tmp_path / "one") if row.get("updates"))
 
 
+def jobs(cfg):
+    return partial(rl.training_jobs, cfg, rl.World.load(cfg.world), rl.Harness.load(cfg.harness))
+
+
 class Guided(rl.Engine):
     """Drafts what a copy of the policy itself finds likeliest: a new head would hardly ever be right."""
 
@@ -269,8 +274,7 @@ def test_rollouts_under_drafts_have_exact_log_probs(kind, flags, headed_dir, qwe
     engine = Guided(policy, cfg.slots, cfg.context, cfg.temperature, drafts=cfg.drafts)
     engine.guide = copy.deepcopy(policy.model)
     actors = rl.Actors(policy, torch.optim.SGD(policy.model.parameters(), 0.0))
-    places = rl.World.load(cfg.world), rl.Harness.load(cfg.harness)
-    log, _ = rl.train_step(1, engine, actors, *places, cfg, common.ALONE)
+    log, _ = rl.train_step(1, engine, actors, jobs(cfg), cfg, common.ALONE)
     assert log["updates"] == 1 and log["first_ratio_off"] < 1e-4
     taken = engine.stats["accepted"]
     assert sum(taken[1:]) > 5 and taken[0] > 0
@@ -457,9 +461,9 @@ def test_bad_input_is_one_line_and_leaves_no_directory(flags, tmp_path, words, m
 def test_a_step_in_which_nothing_was_sampled_is_refused(flags, policy, tmp_path):
     """FAULTS 7."""
     cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--context", "40"])
-    engine, world = rl.Engine(policy, 4, cfg.context), rl.World.load(cfg.world)
+    engine = rl.Engine(policy, 4, cfg.context)
     with pytest.raises(common.BadInput, match="no rollout sampled a token"):
-        rl.train_step(1, engine, rl.Actors(policy, None), world, rl.Harness.load(cfg.harness), cfg, common.ALONE)
+        rl.train_step(1, engine, rl.Actors(policy, None), jobs(cfg), cfg, common.ALONE)
 
 
 if __name__ == "__main__":
