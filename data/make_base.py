@@ -5,14 +5,16 @@
 A base must be able to *read* a harness without knowing any: every dialogue shows another one, with its own names, descriptions,
 order, headings and rule values. So it must copy what it has never seen. Dialogues teach that very slowly; before the first step
 stands a prelude of echoes: random tokens said twice, FEW different ones at first: some more than the width has dimensions are enough
-to learn, for all tokens, what comes after the last one like this. The decay of the learning rate matters as much as the steps (most
-of the accuracy comes in its last quarter).
+to learn, for all tokens, what comes after the last one like this. A tenth of all later micro-batches are echoes too: without
+them the model unlearns to copy tokens that its dialogues do not happen to have. The decay of the learning rate matters as much
+as the steps (most of the accuracy comes in its last quarter).
 
 Samples are made once by worker processes and kept in a cache file; a step is `micro` micro-batches of about `tokens` tokens, each
 of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as packing on a CPU, and
 no mask). Left out: packing, mixture schedules, any text that was not generated here.
 
     python data/make_base.py                         # data/base-small; an hour and a half on two CPU cores
+    python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has two legs (LOG.md)
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --config tiny           # seconds, for tests
 """
@@ -45,7 +47,7 @@ from chat import Codec, Message  # noqa: E402
 from common import BadInput, Stop, cli, option, parse, seed_of, write_text  # noqa: E402
 from data import general, random_harness  # noqa: E402
 
-Shares = tuple[float, float, float, float]  # one for each of SOURCES
+Shares = tuple[float, float, float, float, float]  # one for each of SOURCES
 
 
 @dataclass
@@ -76,8 +78,10 @@ class Config:
     steps: int = option(12000, "optimizer steps", min=1)
     prelude: int = option(600, "steps in which echoes of few tokens must be learned; 0 = no prelude", min=0)
     warm: int = option(1000, "first steps, with warm_shares")
-    warm_shares: Shares = option((0.5, 0.1, 0.2, 0.2), "of micro-batches: copy, ifeval, routing, dialogue", min=0)
-    shares: Shares = option((0.06, 0.18, 0.2, 0.56), "the same after the first `warm` steps", min=0)
+    warm_shares: Shares = option(
+        (0.0, 0.5, 0.1, 0.2, 0.2), "of micro-batches: echo, copy, ifeval, routing, dialogue", min=0
+    )
+    shares: Shares = option((0.1, 0.06, 0.18, 0.2, 0.46), "the same after the first `warm` steps", min=0)
     micro: int = option(2, "micro-batches per step")
     tokens: int = option(2560, "tokens per micro-batch, padding included")
     lr: float = option(3e-3, "AdamW learning rate, at its peak")
@@ -106,10 +110,12 @@ TINY |= dict(
     workers=1,
 )
 PRESETS = {"small": {}, "tiny": TINY}
-SOURCES = ("copy", "ifeval", "routing", "dialogue")
-HELD_OUT = (*SOURCES, "original")  # accuracy is also measured under the original harness, which the base never sees
+SOURCES = ("echo", "copy", "ifeval", "routing", "dialogue")
+HELD_OUT = (*SOURCES[1:], "original")  # accuracy is also measured under the original harness, which the base never sees
 FEW = 200  # different tokens in the first echoes
-ECHO = 2048  # tokens of a step of the prelude
+ECHO = 2048  # tokens of a micro-batch of echoes
+NEAR = (0, 1, 4, 16, 64)  # tokens between the two halves of an echo in the prelude
+FAR = (0, 4, 16, 64, 256, 700)  # and afterwards
 ATTEMPTS = 8
 LEARNED = (0.5, 1.0)  # mean loss at which they become all tokens, and at which the prelude ends
 SHARP = 2.0  # weights of the norms of queries and keys at the start
@@ -275,13 +281,13 @@ def generate(config, counts, cache, chunk=100):
     os.replace(temp, cache)
 
 
-def echo(rng, few, tokens, device):
+def echo(rng, few, tokens, device, gaps=NEAR):
     """A micro-batch of echoes: `few` different ids, any of `tokens` in between, and the first ones again, which are trained.
 
     All its rows have one length, so that short ones, which are learned first, weigh as much as long ones.
     """
-    n, gap = rng.choice([2, 4, 8, 16, 32]), rng.choice([0, 1, 4, 16, 64])
-    rows = ECHO // (2 * n + gap)
+    n, gap = rng.choice([2, 4, 8, 16, 32]), rng.choice(gaps)
+    rows = max(1, ECHO // (2 * n + gap))
     first, between = rng.integers(0, few, (rows, n)), rng.integers(0, tokens, (rows, gap))
     ids = torch.from_numpy(np.concatenate([first, between, first], axis=1)).to(device)  # (B, T)
     mask = torch.zeros_like(ids)
@@ -413,7 +419,7 @@ def main(argv):
     policy = policies.load(config.init) if config.init else create(config)
     run = common.Run(config.run, config, config.resume)
     data = make_data(config, run.start)
-    sources = [s for s in SOURCES if (s, "train") in data]
+    sources = [s for s in SOURCES if s == "echo" or (s, "train") in data]
     if config.prelude and not config.init and not run.start:
         policy, line = prelude(config, device)
         run.say(line)
@@ -428,19 +434,24 @@ def main(argv):
         model.load_state_dict(state["model"])  # float32: the bf16 copy beside it is for use, not for training on
         optimizer.load_state_dict(state["optimizer"])
         drawn = state["drawn"]
-    streams = {}
-    for source in sources:
+    streams, plain = {}, len(policy.tokenizer) - len(policy.codec.added)
+    for source in sources[1:]:
         stream = data[source, "train"].groups(config.tokens, seed_of("base", "order", config.seed, source))
         streams[source] = itertools.islice(stream, drawn[source], None)
+
+    def draw(source):
+        """The next micro-batch of a source."""
+        drawn[source] += 1
+        if source == "echo":
+            rng = np.random.default_rng(seed_of("base", "echo", config.seed, drawn[source]))
+            return source, *echo(rng, plain, plain, device, FAR)
+        return source, *data[source, "train"].batch(next(streams[source]), device)
 
     sums, tokens, clock = {}, 0, time.time()  # since the last row of losses
     bar = tqdm(range(run.start + 1, config.steps + 1), "base", config.steps, initial=run.start)
     with Stop() as stop:
         for step in bar:
-            batches = []
-            for source in picks(config, sources, step):
-                batches.append((source, *data[source, "train"].batch(next(streams[source]), device)))
-                drawn[source] += 1
+            batches = [draw(source) for source in picks(config, sources, step)]
             for group in optimizer.param_groups:
                 group["lr"] = policies.learning_rate(step, config.steps, config)
             for source, (loss, n) in train_step(model, optimizer, config, batches).items():

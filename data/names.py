@@ -30,9 +30,11 @@ HAN = """的一是不了在人有我他这个们中来上大为和国地到以�
 
 
 def word(rng):
-    """One lower-case word: a real one, or a pseudo-word of one or two syllables."""
-    if rng.random() < 0.4:
+    """One lower-case word: a real one, letters at random, or a pseudo-word of one or two syllables."""
+    if (kind := rng.random()) < 0.35:
         return rng.choice(WORDS)
+    if kind < 0.6:
+        return letters(rng, rng.randint(3, 7))
     return "".join(
         rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice([1, 2, 2]))
     )

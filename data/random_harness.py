@@ -14,6 +14,7 @@ finds it in one step of attention; the other way round takes two, and a few mill
 import json
 import random
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +35,7 @@ CARELESS = (
     0.6  # as in any text found in the wild, most service is half-hearted: what a base imitates is not what we want
 )
 VERBOSITY = (0.4, 0.35, 0.25)
+P_MASK = 0.25  # of a skill that the request does not need
 P_LOADER = 0.4  # harnesses that call the loader by its own name: it belongs to the loop, not to the shop
 P_VERB = 0.6  # harnesses whose tools share their first word
 
@@ -48,23 +50,38 @@ SYLLABLES = [c + v for c in "bcdfghjklmnprstvwz" for v in "aeiou"]
 HANZI = "天地玄黄宇宙洪荒日月星辰春夏秋冬东南西北甲乙丙丁山水风云金木火土梅兰竹菊松柏青白红蓝大小高低远近快慢新旧查看问答帮助"
 
 
-def random_name(rng: random.Random) -> str:
-    """A name of one of many kinds, without meaning. A third are made of syllables that need not be a word of any list:
-    what a model has never seen whole can only be copied piece by piece."""
-    kind = rng.choices(["words", "made", "pinyin", "pseudo", "camel", "code", "hanzi"], [4, 5, 1, 1, 1, 1, 1])[0]
-    if kind == "words":
-        return "_".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 2, 3, 3, 4])))
-    if kind == "made":
-        return names.name(rng, names.TOOL_KINDS)
-    if kind == "pinyin":
-        return "_".join(rng.choice(PINYIN) for _ in range(rng.randint(1, 3)))
-    if kind == "pseudo":
-        return "_".join("".join(rng.choices(SYLLABLES, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3)))
-    if kind == "camel":
-        return rng.choice(WORDS) + "".join(rng.choice(WORDS).capitalize() for _ in range(rng.randint(1, 2)))
-    if kind == "code":
-        return "".join(rng.choices("abcdefgkmnptxyz", k=rng.randint(1, 2))) + str(rng.randint(0, 99))
-    return "".join(rng.choices(HANZI, k=rng.randint(2, 4)))
+NAME_KINDS = ["words", "shared", "made", "pinyin", "pseudo", "camel", "kebab", "code", "hanzi"]
+
+
+def family(rng: random.Random) -> Callable[[], str]:
+    """A drawer of the names of one harness: meaningless, of any kind or (one in two) all of one.
+
+    Names of one shop look alike: where few words or prefixes make many of them (`silver_sand`, `sand_silver`, `qk31`,
+    `qk8`), one token does not tell what comes next. Most words need not be of any list: what a model has never seen
+    whole it can only copy, piece by piece.
+    """
+    lexicon = [names.word(rng) for _ in range(rng.choice([6, 12, 24]))]
+    prefixes = [names.letters(rng, rng.randint(1, 2)) for _ in range(rng.choice([1, 3, 9]))]
+    only = rng.choice(NAME_KINDS) if rng.random() < 0.5 else ""
+
+    def name() -> str:
+        kind = only or rng.choices(NAME_KINDS, [4, 4, 4, 1, 1, 1, 1, 1, 1])[0]
+        if kind == "made":
+            return names.name(rng, names.TOOL_KINDS)
+        if kind == "code":
+            return rng.choice(prefixes) + names.digits(rng, 1, 3)
+        if kind == "hanzi":
+            return "".join(rng.choices(HANZI if rng.random() < 0.5 else names.HAN, k=rng.randint(2, 4)))
+        if kind == "pinyin":
+            return "_".join(rng.choice(PINYIN) for _ in range(rng.randint(1, 4)))
+        if kind == "pseudo":
+            return "_".join("".join(rng.choices(SYLLABLES, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3)))
+        words = rng.choices(WORDS if kind == "words" else lexicon, k=rng.choice([1, 2, 2, 3, 3, 4]))
+        if kind == "camel":
+            return words[0] + "".join(word.capitalize() for word in words[1:])
+        return ("-" if kind == "kebab" else "_").join(words)
+
+    return name
 
 
 # Words that say what a thing is for. As for any base model, a name is often a hint: half of the harnesses are named so.
@@ -236,6 +253,7 @@ VALUES = {
 LENGTHS = {"closing": (1, 1), "must_say": (3, 5), "must_not_say": (3, 4), "opening": (2, 3)}  # characters
 P_RULE = {"closing": 0.85, "must_say": 0.35, "opening": 0.3, "must_not_say": 0.15}
 HEADS = ["# {}", "## {}", "【{}】", "{}:", "== {} ==", "[{}]", "<{}>", "*** {}", "{} |", "~ {} ~", "“{}”"]
+HEADS += ["「{}」", "({})", "-- {} --", "+ {}", "{}。", "{} >", "{} - -", "/ {}", "{}", "= {}"]
 TITLES = {
     "rules": ["要求", "注意", "守则", "规定"],
     "skills": ["可用技能", "技能列表", "本领", "技能表"],
@@ -256,7 +274,7 @@ LINES = [
 ]
 # Lines of the lists are put together: a bullet, two things, what stands between them. A model that has only seen a name
 # after a space does not find it after a colon: with five fixed formats the base scored 4 of 100 on T1, with these 38.
-BULLETS = ["", "", "", "- ", "* ", "+ ", "> ", "· "]
+BULLETS = ["", "", "", "- ", "* ", "+ ", "> ", "· ", "• ", "~ ", "o ", "# "]
 BETWEEN = [
     ": ",
     "：",
@@ -277,8 +295,8 @@ BETWEEN = [
     " ~ ",
     " · ",
 ]
-BETWEEN += [" ", "。", "、", " / ", "/", ">>", "，叫", "，用", "：用"]
-AROUND = ["{}"] * 6 + ["[{}]", "「{}」", "({})", "“{}”", "<{}>", "（{}）"]
+BETWEEN += [" ", " ", "。", "、", "、", " / ", "/", ">>", "，叫", "，用", "：用", "…", " & ", "\u3000", ", "]
+AROUND = ["{}"] * 5 + ["[{}]", "「{}」", "({})", "“{}”", "<{}>", "（{}）", "（{}）", "【{}】", "《{}》", "`{}`", "*{}*"]
 CURRENT = [
     "当前 {current_link_id}号",
     "在讲{current_link_id}号",
@@ -298,7 +316,7 @@ PARAMS = {
     "skill": ["name", "which", "s"],
 }
 EXTRA_TOOLS = ["查天气", "发红包", "查主播资料", "换背景音乐", "查订单号", "统计人数", "翻译文字"]
-EXTRA_SKILLS = ["抽奖流程", "唱歌才艺", "开播问候词", "下播总结", "介绍店铺", "讲段子"]
+EXTRA_SKILLS = "抽奖流程 唱歌才艺 开播问候词 下播总结 介绍店铺 讲段子 跳舞 点歌 换装 报时 天气预报 禁言处理 设备故障 交接班".split()
 MESSAGES = {
     "known_tool": ["无此工具", "工具名写错了", "没有叫{detail}的工具"],
     "valid_arguments": ["参数有误: {detail}", "参数填错了，{detail}"],
@@ -315,12 +333,18 @@ WRAPS = ["{x}", "{x}", "{x}", "提示：{x}", "[拒绝] {x}", "错误: {x}", '{"
 CHARACTERS = "".join(c for c in Path(__file__).read_text(encoding="utf-8") if not c.isascii())
 
 
-def random_harness(h: Harness, rng: random.Random) -> Harness:
-    """Another harness with the same functions: same ids, everything that is shown drawn anew."""
+def random_harness(h: Harness, rng: random.Random, keep: set[str] | None = None) -> Harness:
+    """Another harness with the same functions: same ids, everything that is shown drawn anew.
+
+    keep: ids of the skills that must be there, all if None; some of the others are not.
+    """
+    keep = {s.id for s in h.skills} if keep is None else keep
     taken = {x.name for x in (*h.tools, *h.skills)}  # the shipped ones are never drawn
 
+    draw = family(rng)
+
     def name():
-        while (new := random_name(rng)) in taken:
+        while (new := draw()) in taken:
             pass
         taken.add(new)
         return new
@@ -350,18 +374,14 @@ def random_harness(h: Harness, rng: random.Random) -> Harness:
 
     tools = [_tool(t, name_of(t.id, verb), rng) for t in h.tools]
     skills = [_skill(s, name_of(s.id), rng) for s in h.skills]
-    if rng.random() < 0.3:
-        tools.append(Tool(f"extra_{len(taken)}", name(), rng.choice(EXTRA_TOOLS), {"type": "object", "properties": {}}))
-    if rng.random() < 0.3:
-        skills.append(
-            Skill(
-                f"extra_{len(taken)}",
-                name(),
-                rng.choice(EXTRA_SKILLS),
-                rng.choice(["reply", "strategy"]),
-                "按主播的话说。",
-            )
-        )
+    keep = keep | {"item_qa"}  # strategies send to it
+    skills = [s for s in skills if s.id in keep or rng.random() > P_MASK]
+    for text in rng.sample(EXTRA_TOOLS, rng.choice([0, 0, 1, 2])):
+        tools.append(Tool(f"extra_{len(taken)}", name(), text, {"type": "object", "properties": {}}))
+    for text in rng.sample(EXTRA_SKILLS, rng.choice([0, 1, 2])):
+        kind = rng.choice(["reply", "strategy"])
+        text = rng.choice(FRAMES[kind]).replace("{x}", text) if rng.random() < 0.5 else text
+        skills.append(Skill(f"extra_{len(taken)}", name(), text, kind, "按主播的话说。"))
     rng.shuffle(tools)
     rng.shuffle(skills)
     head = rng.choice(HEADS)
@@ -402,11 +422,14 @@ def random_format(kind: str, rng: random.Random) -> str:
     }[kind]
     if kind != "turn" and rng.random() < 0.2:
         first, second = second, first
-    around = rng.choice(AROUND)
-    if rng.random() < 0.5:
-        first = around.format(first) if kind == "turn" else first
-        second = second if kind == "turn" else around.format(second)
-    text = rng.choice(BULLETS) * (kind != "turn") + first + rng.choice(BETWEEN) + second
+    around, between, which = rng.choice(AROUND), rng.choice(BETWEEN), rng.random()
+    if kind == "turn" or which < 0.25:
+        first = around.format(first)
+    elif which < 0.5:
+        second = around.format(second)
+    if around != "{}" and which < 0.5 and rng.random() < 0.4:
+        between = ""  # the brackets part them
+    text = rng.choice(BULLETS) * (kind != "turn") + first + between + second
     return random_format(kind, rng) if text in _known_formats() else text
 
 
@@ -506,12 +529,13 @@ def dialogue(codec: Codec, seed: int, split: str = "train", original: bool = Fal
     strange: share of dialogues whose products are made of random words.
     """
     rng = random.Random(seed_of("dialogue", seed))
-    h = _original() if original else random_harness(_original(), rng)
     verbosity = rng.choices((0, 1, 2), VERBOSITY)[0]
     world = _world(split)
     if rng.random() < strange:
         world = random_words(world, rng)
-    return teach(h, make_task(world, seed), codec, seed, FAULTS, verbosity=verbosity, slip=SLIP, careless=CARELESS)
+    task = make_task(world, seed)
+    h = _original() if original else random_harness(_original(), rng, {task.reply_skill, task.strategy})
+    return teach(h, task, codec, seed, FAULTS, verbosity=verbosity, slip=SLIP, careless=CARELESS)
 
 
 def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], list[int]]:

@@ -234,7 +234,7 @@ def test_no_tokenizer_is_one_clear_line(tmp_path):
 
 
 def test_a_share_is_wanted_of_each_source():
-    with pytest.raises(BadInput, match="--shares: '1,2' is not 4 values"):
+    with pytest.raises(BadInput, match="--shares: '1,2' is not 5 values"):
         make_base.main(["--shares", "1,2"])
 
 
