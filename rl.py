@@ -4,8 +4,8 @@ A step: tasks -> groups of G rollouts under a harness -> four rewards each -> ad
 steps. objective.py has the equations, each with its variants; this file makes the rollouts and takes the steps.
 
     step      groups x G rollouts of the policy as it is, some groups under the original harness, some under augmented
-    dropped   rollouts that were cut by length or could not be scored, before any baseline; then those whose final
-              advantages are all zero
+    dropped   rollouts that could not be scored or (--cut mask) were cut by length, before any baseline; then those
+              whose final advantages are all zero
     vote      each (trajectory, segment) that is left has one; each minibatch divides its sum by the same number, the
               votes of the whole global batch over the number of minibatches
     logp_old  what the engine sampled with: the first ratio is 1, and a mismatch of engine and trainer is part of it
@@ -31,6 +31,7 @@ eval/fault_recovery = the accuracy where a tool failed, at rates of a fifth.
 """
 
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -100,11 +101,12 @@ class Config:
     # advantages; objective.py says what the variants are
     normalise: Literal["gdpo", "grpo"] = option("gdpo", "each reward in its group, or their sum")
     segments: bool = option(True, "advantages, ratios and votes per segment; no = one for the whole rollout")
+    cut: Literal["mask", "fail"] = option("fail", "a rollout cut by length: left out, or every reward 0")
     condition: bool = option(False, "effectiveness counts only where accuracy is 1")
     floor: float = option(0.5, "least batch std to divide by: one informative group of many must not blow up", min=1e-6)
     think_penalty: float = option(0.1, "largest penalty per state for long reasoning", min=0)
-    think_free: int = option(30, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
-    think_full: int = option(90, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
+    think_free: int = option(8, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
+    think_full: int = option(48, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
     think_gate: float = option(0.0, "mean accuracy of a group from which on reasoning costs", min=0, max=1)
 
     # update
@@ -176,12 +178,19 @@ def measure(trajectory: Trajectory, cfg: Config) -> dict[str, float]:
 
 
 def advantages_of(batch: dict[str, Tensor], groups: Tensor, cfg: Config) -> Tensor:
-    """Final advantages (N, 2) of a gathered batch; nobody knows what a rollout cut by length would have got."""
-    rewards = {name: batch[f"reward/{name}"] for name in REWARDS}
+    """Final advantages (N, 2) of a gathered batch.
+
+    Nobody knows what a rollout cut by length would have got: it is masked. Where most of those are loops that no limit
+    would end, that lets loops spread, for nothing speaks against them; then to be cut is to fail.
+    """
+    cut = batch["stop/length"] > 0
+    rewards = {
+        name: batch[f"reward/{name}"].masked_fill(cut, 0.0 if cfg.cut == "fail" else math.nan) for name in REWARDS
+    }
     scored = ~torch.stack(list(rewards.values())).isnan().all(0)
     penalty, states = (torch.stack([batch[f"{what}/{s}"] for s in SEGMENTS], 1) for what in ("penalty", "states"))
     penalty, present = (penalty, states > 0) if cfg.segments else merged(penalty, states > 0)
-    return segment_advantages(rewards, penalty, present, scored & (batch["stop/length"] == 0), groups, cfg)
+    return segment_advantages(rewards, penalty, present, scored, groups, cfg)
 
 
 def evaluation_task(world: World, i: int) -> Task:

@@ -86,7 +86,7 @@ def test_facts_of_a_trajectory():
 
 def test_cut_and_unscored_trajectories_are_masked_and_counted():
     """FAULTS 7, 22, 24: by stop reason "length", by rewards that are all None, by having sampled nothing."""
-    cfg, trajectories = rl.Config(), []
+    cfg, trajectories = rl.Config(cut="mask"), []
     for accuracy, stop, sampled in (
         (1, "reply", 1),
         (0, "reply", 1),
@@ -103,3 +103,7 @@ def test_cut_and_unscored_trajectories_are_masked_and_counted():
     mean = 2 / 3  # of the three that were scored, the one without a token among them
     assert out[0, 1] / out[1, 1] == pytest.approx((1 - mean) / -mean)
     assert rl.summary(batch)["stop/length"] == rl.summary(batch)["stop/error"] == 1
+
+    out = rl.advantages_of(batch, torch.zeros(5), rl.Config(cut="fail"))  # a loop that no limit would end
+    assert out[0, 1] > 0 > out[1, 1] == out[2, 1] and out[3:].abs().max() == 0
+    assert out[0, 1] / out[1, 1] == pytest.approx((1 - 2 / 4) / -(2 / 4))
