@@ -43,11 +43,11 @@ from tokenizers import Tokenizer  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import GenerationConfig, PreTrainedTokenizerFast  # noqa: E402
 
-from chat import Codec, Message  # noqa: E402
+from chat import REPLY, Codec, Message  # noqa: E402
 from common import BadInput, Stop, cli, option, parse, seed_of, write_text  # noqa: E402
 from data import general, random_harness  # noqa: E402
 
-Shares = tuple[float, float, float, float, float]  # one for each of SOURCES
+Shares = tuple[float, float, float, float, float, float]  # one for each of SOURCES
 
 
 @dataclass
@@ -68,6 +68,7 @@ class Config:
     # data
     copies: int = option(49000, "look-up and copy samples")
     routings: int = option(34000, "choices of tools and skills by their descriptions")
+    readings: int = option(40000, "replies by what tools returned, in dialogues whose prompt has no lists")
     instructions: int = option(80000, "IFEval-like samples")
     dialogues: int = option(50000, "trajectories, each under its own random harness; 0 leaves the simulator out")
     strange: float = option(0.6, "share of the dialogues whose product words are random characters", min=0, max=1)
@@ -79,9 +80,9 @@ class Config:
     prelude: int = option(600, "steps in which echoes of few tokens must be learned; 0 = no prelude", min=0)
     warm: int = option(1000, "first steps, with warm_shares")
     warm_shares: Shares = option(
-        (0.0, 0.5, 0.1, 0.2, 0.2), "of micro-batches: echo, copy, ifeval, routing, dialogue", min=0
+        (0.0, 0.5, 0.1, 0.2, 0.0, 0.2), "of micro-batches: echo, copy, ifeval, routing, reading, dialogue", min=0
     )
-    shares: Shares = option((0.1, 0.06, 0.18, 0.2, 0.46), "the same after the first `warm` steps", min=0)
+    shares: Shares = option((0.1, 0.05, 0.17, 0.15, 0.15, 0.38), "the same after the first `warm` steps", min=0)
     micro: int = option(2, "micro-batches per step")
     tokens: int = option(2560, "tokens per micro-batch, padding included")
     lr: float = option(3e-3, "AdamW learning rate, at its peak")
@@ -99,6 +100,7 @@ TINY = dict(hidden=64, heads=2, kv_heads=1, layers=2, ffn=128, copies=200, instr
 TINY |= dict(
     prelude=2,
     routings=40,
+    readings=20,
     dialogues=40,
     steps=4,
     warm=2,
@@ -110,7 +112,7 @@ TINY |= dict(
     workers=1,
 )
 PRESETS = {"small": {}, "tiny": TINY}
-SOURCES = ("echo", "copy", "ifeval", "routing", "dialogue")
+SOURCES = ("echo", "copy", "ifeval", "routing", "reading", "dialogue")
 HELD_OUT = (*SOURCES[1:], "original")  # accuracy is also measured under the original harness, which the base never sees
 FEW = 200  # different tokens in the first echoes
 ECHO = 2048  # tokens of a micro-batch of echoes
@@ -132,6 +134,14 @@ def make_sample(codec, source, seed, split, strange):
         strange = strange if split == "train" else 0.0
         trajectory = random_harness.dialogue(codec, seed, split, source == "original", strange)
         return trajectory.ids, [m * (1 + t) for m, t in zip(trajectory.mask, trajectory.think, strict=True)]
+    if source == "reading":
+        trajectory = random_harness.dialogue(
+            codec, seed, split, strange=strange if split == "train" else 0.0, lists=False
+        )
+        reply = [s == REPLY for s in trajectory.segment]
+        return trajectory.ids, [
+            r * m * (1 + t) for r, m, t in zip(reply, trajectory.mask, trajectory.think, strict=True)
+        ]
     if source == "routing":
         prompt, said = random_harness.routing(codec, seed, split)
         return prompt + said, [0] * len(prompt) + [SAID] * len(said)
@@ -200,7 +210,7 @@ def make_data(config, start=0):
     A run that goes on after step `start` keeps the samples that it began with, whatever became of the code since.
     """
     counts = {"copy": config.copies, "ifeval": config.instructions}
-    counts |= {"routing": config.routings, "dialogue": config.dialogues}
+    counts |= {"routing": config.routings, "reading": config.readings, "dialogue": config.dialogues}
     counts = {(source, "train"): n for source, n in counts.items()}
     counts |= {(s, "test"): config.held_out for s in HELD_OUT if config.dialogues or s in ("copy", "ifeval")}
     counts = {key: n for key, n in counts.items() if n}

@@ -523,10 +523,13 @@ def random_words(world: World, rng: random.Random) -> World:
     return World(data, world.split)
 
 
-def dialogue(codec: Codec, seed: int, split: str = "train", original: bool = False, strange: float = 0.0) -> Trajectory:
+def dialogue(
+    codec: Codec, seed: int, split: str = "train", original: bool = False, strange: float = 0.0, lists: bool = True
+) -> Trajectory:
     """One oracle trajectory of the world's split under a random harness (or the original one, for measurement only).
 
-    strange: share of dialogues whose products are made of random words.
+    strange: share of dialogues whose products are made of random words. lists: whether the prompt shows the lists of
+    skills and tools; without them it is short, and only the replies can be learned from it.
     """
     rng = random.Random(seed_of("dialogue", seed))
     verbosity = rng.choices((0, 1, 2), VERBOSITY)[0]
@@ -535,6 +538,7 @@ def dialogue(codec: Codec, seed: int, split: str = "train", original: bool = Fal
         world = random_words(world, rng)
     task = make_task(world, seed)
     h = _original() if original else random_harness(_original(), rng, {task.reply_skill, task.strategy})
+    h = h if lists else h.copy(system=["role", "room"])
     return teach(h, task, codec, seed, FAULTS, verbosity=verbosity, slip=SLIP, careless=CARELESS)
 
 
