@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import common
-from chat import Call, Codec, Message
+from chat import REPLY, Call, Codec, Message
 from common import BadInput
 from data import general, make_base, make_tokenizer, names, random_harness
 
@@ -137,6 +137,16 @@ def samples(lengths):
     return make_base.Samples(ids, np.ones(len(ids), np.uint8), lengths)
 
 
+def test_a_reading_trains_the_replies_alone_and_shows_no_lists(tokenizer):
+    codec = Codec(tokenizer)
+    for seed in range(12):
+        ids, mask = make_base.make_sample(codec, "reading", seed, "train", 1.0)
+        whole = random_harness.dialogue(codec, seed, strange=1.0, lists=False)
+        assert ids == whole.ids and any(mask)
+        assert all((m > 0) == (s == REPLY and w) for m, s, w in zip(mask, whole.segment, whole.mask, strict=True))
+        assert len(ids) < len(random_harness.dialogue(codec, seed, strange=1.0).ids)
+
+
 def test_an_echo_says_random_tokens_twice():
     for seed in range(40):
         ids, mask = make_base.echo(np.random.default_rng(seed), 50, 900, "cpu")
@@ -205,7 +215,20 @@ def test_resume_continues_bit_for_bit_and_the_result_loads(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BASE / name, out)
     argv = ["--config", "tiny", "--out", str(out), "--cache", str(tmp_path / "cache"), "--run", str(tmp_path / "run")]
-    argv += ["--copies", "60", "--instructions", "60", "--routings", "20", "--dialogues", "8", "--held-out", "4"]
+    argv += [
+        "--copies",
+        "60",
+        "--instructions",
+        "60",
+        "--routings",
+        "20",
+        "--dialogues",
+        "8",
+        "--held-out",
+        "4",
+        "--readings",
+        "8",
+    ]
     make_base.main(argv)
     first = common.load_checkpoint(tmp_path / "run")[2]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -234,7 +257,7 @@ def test_no_tokenizer_is_one_clear_line(tmp_path):
 
 
 def test_a_share_is_wanted_of_each_source():
-    with pytest.raises(BadInput, match="--shares: '1,2' is not 5 values"):
+    with pytest.raises(BadInput, match="--shares: '1,2' is not 6 values"):
         make_base.main(["--shares", "1,2"])
 
 
