@@ -6,15 +6,16 @@ A base must be able to *read* a harness without knowing any: every dialogue show
 order, headings and rule values. So it must copy what it has never seen. Dialogues teach that very slowly; before the first step
 stands a prelude of echoes: random tokens said twice, FEW different ones at first: some more than the width has dimensions are enough
 to learn, for all tokens, what comes after the last one like this. A tenth of all later micro-batches are echoes too: without
-them the model unlearns to copy tokens that its dialogues do not happen to have. The decay of the learning rate matters as much
-as the steps (most of the accuracy comes in its last quarter).
+them the model unlearns to copy tokens that its dialogues do not happen to have. Two sources are dialogues cut down to what is
+hard in them: routings choose tools and skills from lists, readings reply by what the tools returned. The decay of the learning
+rate matters as much as the steps (most of the accuracy comes in its last quarter).
 
 Samples are made once by worker processes and kept in a cache file; a step is `micro` micro-batches of about `tokens` tokens, each
 of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as packing on a CPU, and
 no mask). Left out: packing, mixture schedules, any text that was not generated here.
 
     python data/make_base.py                         # data/base-small; an hour and a half on two CPU cores
-    python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has two legs (LOG.md)
+    python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has three legs (LOG.md)
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --config tiny           # seconds, for tests
 """
@@ -130,18 +131,11 @@ SAID, THOUGHT = 1, 2  # mask values; reasoning is trained but not scored: its wo
 def make_sample(codec, source, seed, split, strange):
     """(ids, mask) of one sample of a source; mask 0 = environment. Everything follows from `seed`."""
     rng = random.Random(seed)
-    if source in ("dialogue", "original"):
-        strange = strange if split == "train" else 0.0
-        trajectory = random_harness.dialogue(codec, seed, split, source == "original", strange)
-        return trajectory.ids, [m * (1 + t) for m, t in zip(trajectory.mask, trajectory.think, strict=True)]
-    if source == "reading":
-        trajectory = random_harness.dialogue(
-            codec, seed, split, strange=strange if split == "train" else 0.0, lists=False
-        )
-        reply = [s == REPLY for s in trajectory.segment]
-        return trajectory.ids, [
-            r * m * (1 + t) for r, m, t in zip(reply, trajectory.mask, trajectory.think, strict=True)
-        ]
+    if source in ("dialogue", "original", "reading"):
+        strange, reading = strange if split == "train" else 0.0, source == "reading"
+        t = random_harness.dialogue(codec, seed, split, source == "original", strange, lists=not reading)
+        kept = [not reading or segment == REPLY for segment in t.segment]
+        return t.ids, [k * m * (1 + think) for k, m, think in zip(kept, t.mask, t.think, strict=True)]
     if source == "routing":
         prompt, said = random_harness.routing(codec, seed, split)
         return prompt + said, [0] * len(prompt) + [SAID] * len(said)
