@@ -233,6 +233,7 @@ def sample_file(config, counts):
             "oracle.py",
             "data/general.py",
             "data/names.py",
+            "data/base_words.py",
             "data/random_harness.py",
         )
     ]

@@ -29,7 +29,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from chat import Codec  # noqa: E402
 from common import BadInput, cli, parse, write_json, write_text  # noqa: E402
-from data import general, names, random_harness  # noqa: E402
+from data import base_words, general, names, random_harness  # noqa: E402
 
 
 @dataclass
@@ -144,9 +144,7 @@ def character_merges(texts):
     """Merges that join the UTF-8 bytes of every non-ASCII character of the texts (and of names.HAN) into one token."""
     symbol = byte_symbols()
     merges = {}
-    for c in sorted(
-        {c for text in texts for c in text if not c.isascii()} | set(names.HAN + random_harness.CHARACTERS)
-    ):
+    for c in sorted({c for text in texts for c in text if not c.isascii()} | set(names.HAN + base_words.CHARACTERS)):
         parts = [symbol[b] for b in c.encode("utf-8")]
         for i in range(1, len(parts)):
             merges["".join(parts[:i]), parts[i]] = None

@@ -42,6 +42,12 @@ def headed_dir(model_dir, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def at_the_root(monkeypatch) -> None:
+    """Where the paths of manifests and presets start."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
 def shared_data() -> Path:
     """Golden files too large or not ours to ship; a test that needs them is skipped where they are not."""
     path = ROOT.parent / "shared" / "data"
@@ -58,3 +64,28 @@ def qwen36_dir(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("qwen36") / "model"
     make_qwen36.main(["--out", str(path)])
     return path
+
+
+@pytest.fixture
+def guided():
+    """An engine that drafts what a copy of its policy finds likeliest: many drafts are right, whatever the head."""
+    import copy
+
+    import torch
+
+    from infer import Engine
+
+    class Guided(Engine):
+        def __init__(self, policy, *args, **options):
+            super().__init__(policy, *args, **options)
+            self.guide = copy.deepcopy(policy.model)
+
+        @torch.no_grad()
+        def _draft(self, *step):
+            super()._draft(*step)
+            for row in (r for r in self.rows if r.drafts):
+                for end in range(row.length, row.length + row.drafts):
+                    logits = self.guide(torch.from_numpy(self.tokens[row.slot, None, :end])).logits[0, -1]
+                    self.tokens[row.slot, end] = int(logits[: self.vocab].argmax())
+
+    return Guided

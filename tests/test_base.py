@@ -215,20 +215,7 @@ def test_resume_continues_bit_for_bit_and_the_result_loads(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(BASE / name, out)
     argv = ["--config", "tiny", "--out", str(out), "--cache", str(tmp_path / "cache"), "--run", str(tmp_path / "run")]
-    argv += [
-        "--copies",
-        "60",
-        "--instructions",
-        "60",
-        "--routings",
-        "20",
-        "--dialogues",
-        "8",
-        "--held-out",
-        "4",
-        "--readings",
-        "8",
-    ]
+    argv += "--copies 60 --instructions 60 --routings 20 --readings 8 --dialogues 8 --held-out 4".split()
     make_base.main(argv)
     first = common.load_checkpoint(tmp_path / "run")[2]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -20,6 +20,7 @@ from reword import POOLS, Endpoint, bank, unfaithful
 from common import BadInput
 from harness import FORMATS, Harness
 from data import names as base_names
+from data import base_words
 from data import random_harness as base
 from test_augment import ALWAYS, H, ROOT, only
 
@@ -87,35 +88,36 @@ def words_of(names: dict, pool: str) -> set[str]:
 
 def test_no_word_of_a_name_is_one_of_the_base_or_a_shipped_one():
     """The base has syllables made at random, which may spell anything; none of its lists has a word of ours."""
-    theirs = {word for words in base.MEANING.values() for word in words.split()} | set(base.WORDS) | set(base.ACTIONS)
-    theirs |= set(base_names.WORDS) | {word for words in base.PARAMS.values() for word in words}
+    theirs = {*base_words.WORDS, *base_words.ACTIONS, *" ".join(base_words.MEANING.values()).split()}
+    theirs |= set(base_names.WORDS) | {word for words in base_words.PARAMS.values() for word in words}
     listed, shipped = POOL_FILES["names"], {x.name for x in (*H.tools, *H.skills)}
     for pool in POOLS:
         assert len(words_of(listed, pool)) > 100 and not words_of(listed, pool) & theirs
         names = outcome(pool, H, range(40, 80))[0]
         assert len(names) > 200 and not shipped & names
-    assert not set(listed["pinyin"]["heldout"]) & {*base.PINYIN, *base_names.PINYIN}
-    assert not {*listed["han"]["train"], *listed["han"]["heldout"]} & set(base.HANZI)
+    assert not set(listed["pinyin"]["heldout"]) & {*base_words.PINYIN, *base_names.PINYIN}
+    assert not {*listed["han"]["train"], *listed["han"]["heldout"]} & set(base_words.HANZI)
 
 
-BASE = [("tool", *pools) for pools in base.TOOLS.values()]
-BASE += [(H.skill(id).kind, *pools) for id, pools in base.SKILLS.items()]
+BASE = [("tool", *pools) for pools in base_words.TOOLS.values()]
+BASE += [(H.skill(id).kind, *pools) for id, pools in base_words.SKILLS.items()]
 
 
 def composed(kind: str, things: list[str], wholes: list[str]) -> set[str]:
     """Every description that the base can make of them."""
     some = [p for n in (1, 2, 3) for p in itertools.permutations(things, n)]
-    said = {*wholes, *(joint.join(p) for joint in base.JOINTS for p in some)}
-    return {frame.replace("{x}", x) for frame in base.FRAMES[kind] for x in said}
+    said = {*wholes, *(joint.join(p) for joint in base_words.JOINTS for p in some)}
+    return {frame.replace("{x}", x) for frame in base_words.FRAMES[kind] for x in said}
 
 
 def test_no_wording_is_one_of_the_base():
     """All that the base reads, every description that it can compose included."""
-    theirs = {x for pool in (*base.LINES, *base.ABOUT.values(), *base.RULES.values()) for x in pool}
-    theirs |= {x for pool in (*base.TITLES.values(), *base.MESSAGES.values()) for x in pool}
+    theirs = {x for pool in (*base_words.LINES, *base_words.ABOUT.values(), *base_words.RULES.values()) for x in pool}
+    theirs |= {x for pool in (*base_words.TITLES.values(), *base_words.MESSAGES.values()) for x in pool}
     rng = random.Random(0)
     theirs |= {base.random_format(kind, rng) for kind in ("skill", "tool", "link", "turn") for _ in range(3000)}
-    theirs |= set(base.EXTRA_SKILLS) | set(base.EXTRA_TOOLS) | set(base.ROLES) | set(base.CURRENT) | set(base.REQUESTS)
+    theirs |= {*base_words.EXTRA_SKILLS, *base_words.EXTRA_TOOLS}
+    theirs |= {*base_words.ROLES, *base_words.CURRENT, *base_words.REQUESTS}
     theirs = {x.rstrip("。") for x in theirs}.union(*(composed(kind, *pools) for kind, *pools in BASE))
     assert len(theirs) > 100_000
     for path, *halves in leaves(POOL_FILES["zh"]):

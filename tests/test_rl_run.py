@@ -4,7 +4,6 @@ A new policy babbles until it is cut, and would be dropped for it; `child` score
 that there is something to learn. The tests start this file as a script too: python tests/test_rl_run.py RL_FLAGS.
 """
 
-import copy
 import json
 import os
 import shutil
@@ -251,28 +250,15 @@ def jobs(cfg):
     return partial(rl.training_jobs, cfg, rl.World.load(cfg.world), rl.Harness.load(cfg.harness))
 
 
-class Guided(rl.Engine):
-    """Drafts what a copy of the policy itself finds likeliest: a new head would hardly ever be right."""
-
-    @torch.no_grad()
-    def _draft(self, *step):
-        super()._draft(*step)
-        for row in (r for r in self.rows if r.drafts):
-            for end in range(row.length, row.length + row.drafts):
-                logits = self.guide(torch.from_numpy(self.tokens[row.slot, None, :end])).logits[0, -1]
-                self.tokens[row.slot, end] = int(logits[: self.vocab].argmax())
-
-
 @pytest.mark.parametrize("kind", ["dense", "qwen36"])
 @pytest.mark.filterwarnings("ignore:drafting does not pay")
-def test_rollouts_under_drafts_have_exact_log_probs(kind, flags, headed_dir, qwen36_dir, monkeypatch):
+def test_rollouts_under_drafts_have_exact_log_probs(kind, flags, headed_dir, qwen36_dir, guided, monkeypatch):
     """FAULTS 11: the first ratio is 1 where drafts were taken and where they were not."""
     monkeypatch.setattr(evaluation, "score", fake_score)
     model = {"dense": headed_dir, "qwen36": qwen36_dir}[kind]
     cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--drafts", "2", "--temperature", "0.2", "--minibatches", "1"])
     policy = rl.load(model)
-    engine = Guided(policy, cfg.slots, cfg.context, cfg.temperature, drafts=cfg.drafts)
-    engine.guide = copy.deepcopy(policy.model)
+    engine = guided(policy, cfg.slots, cfg.context, cfg.temperature, drafts=cfg.drafts)
     actors = rl.Actors(policy, torch.optim.SGD(policy.model.parameters(), 0.0))
     log, _ = rl.train_step(1, engine, actors, jobs(cfg), cfg, common.ALONE)
     assert log["updates"] == 1 and log["first_ratio_off"] < 1e-4

@@ -204,23 +204,10 @@ def test_an_engine_drafts_with_the_weights_of_now():  # FAULTS 40
 # sampling
 
 
-class Guided(Engine):
-    """Drafts what a copy of the model itself finds likeliest: many are accepted at any temperature."""
-
-    @torch.no_grad()
-    def _draft(self, *step):
-        super()._draft(*step)
-        for row in (r for r in self.rows if r.drafts):
-            for end in range(row.length, row.length + row.drafts):
-                logits = self.guide(torch.from_numpy(self.tokens[row.slot, None, :end])).logits[0, -1]
-                self.tokens[row.slot, end] = int(logits[: self.vocab].argmax())
-
-
-def test_log_probs_are_those_of_the_trainer(told):
+def test_log_probs_are_those_of_the_trainer(told, guided):
     policy, _ = told
     policy.mtp = Worst()
-    engine = Guided(policy, slots=5, context=256, temperature=0.2)
-    engine.guide = copy.deepcopy(policy.model)
+    engine = guided(policy, slots=5, context=256, temperature=0.2, drafts=3)
     got = engine.run(loops(5, turns=2), list(range(5)))
     assert sum(engine.stats["accepted"][1:]) > 15
     ids, mask, logps = pad_batch(*(list(x) for x in zip(*(r[:3] for r in got), strict=True)))
