@@ -10,7 +10,7 @@ steps. objective.py has the equations, each with its variants; this file makes t
               votes of the whole global batch over the number of minibatches
     logp_old  what the engine sampled with: the first ratio is 1, and a mismatch of engine and trainer is part of it
 
-    python rl.py                                           # small: two CPU cores, 8 minutes
+    python rl.py                                           # small: two CPU cores, 9 minutes
     python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
     python rl.py --normalise grpo --no-segments            # GRPO: sum, then normalise; one advantage a rollout
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
