@@ -107,7 +107,7 @@ class Config:
     think_penalty: float = option(0.1, "largest penalty per state for long reasoning", min=0)
     think_free: int = option(8, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
     think_full: int = option(48, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
-    think_gate: float = option(0.0, "mean accuracy of a group from which on reasoning costs", min=0, max=1)
+    think_gate: float = option(0.5, "mean accuracy of a group from which on reasoning costs", min=0, max=1)
 
     # update
     steps: int = option(40, "rounds of rollout and update", min=1)
@@ -115,7 +115,7 @@ class Config:
     micro: int = option(16, "sequences per forward and rank; does not change the result", min=1)
     lr: float = option(2e-4, "AdamW learning rate", min=0)
     warmup: int = option(2, "steps of linear warmup", min=0)
-    lr_end: float = option(1.0, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
+    lr_end: float = option(0.1, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
     mtp: Literal["keep", "measure", "train"] = option("keep", "the MTP head: as it is, or measured, or trained along")
     mtp_lr: float = option(1e-3, "AdamW learning rate of the head", min=0)

@@ -77,14 +77,15 @@ def child(argv):
 
 @pytest.fixture(scope="module")
 def flags(model_dir, tmp_path_factory):
-    """Flags of a tiny run: a new two-layer policy, a harness that lets it babble 12 tokens."""
+    """Flags of a tiny run: a new two-layer policy, a harness that lets it babble 12 tokens, a rate that stays."""
     place = tmp_path_factory.mktemp("rl")
     shutil.copytree(ROOT / "data" / "harness", place / "harness")
     settings = common.read_json(place / "harness" / "harness.json")
     settings["limits"]["max_state_tokens"] = 12
     common.write_json(place / "harness" / "harness.json", settings)
     where = {"model": model_dir, "harness": place / "harness", "world": ROOT / "data" / "world" / "zh.json"}
-    return ["--config", "tiny", "--device", "cpu", *(word for k, v in where.items() for word in (f"--{k}", str(v)))]
+    words = ["--config", "tiny", "--device", "cpu", "--lr-end", "1"]
+    return [*words, *(word for k, v in where.items() for word in (f"--{k}", str(v)))]
 
 
 @pytest.fixture(scope="module")
