@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -219,8 +220,7 @@ class MTP(nn.Module):
             self.norm = norm(width, eps=config.rms_norm_eps)
             if seed is not None:
                 self.apply(model._init_weights)
-        takes = inspect.signature(self.layers[0].forward).parameters
-        self.cache = "cache" if "cache" in takes else "past_key_values"  # its name before transformers 5.23
+        self.cache = cache_name(self.layers[0])
         self.to(dtype=model.dtype, device=None if seed is None else model.device)
         for module in self.modules():
             if hasattr(module, "config"):
@@ -261,6 +261,11 @@ class MTP(nn.Module):
             else:
                 out[f"mtp.{name}"] = tensor
         return {name: tensor.to(dtype or tensor.dtype) for name, tensor in out.items()}
+
+
+def cache_name(module) -> str:
+    """What a model or a layer calls the cache that its forward is given: another name before transformers 5.23."""
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def read_mtp(path, model) -> MTP | None:
@@ -328,9 +333,33 @@ def pad_batch(ids, *columns, bucket=BUCKET, device="cpu"):
     return out[0] if not columns else tuple(out)
 
 
-def hidden_states(model, ids):
-    """ids (B, T) right-padded -> the hidden states that the LM head reads (B, T, H)."""
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+def shared_prefix(model, rows, bucket=32) -> int:
+    """Leading tokens that all rows (lists of ids) have in common, rounded down; 0 where sharing them would not pay.
+
+    Less than the shortest row. A recurrent layer, or a sliding window, has no keys and values to share.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    if len(rows) < 2 or {*kinds} != {"full_attention"}:
+        return 0
+    low, high = min(rows), max(rows)  # what these two have in common, all between them have
+    same = next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), min(len(low), len(high)))
+    return max(0, same - 1) // bucket * bucket
+
+
+def hidden_states(model, ids, shared=0):
+    """ids (B, T) right-padded -> the hidden states that the LM head reads (B, T, H).
+
+    shared: leading tokens that are the same in all rows. They are read once, and every row attends to that one reading:
+    a group of G rollouts costs one prompt instead of G, with the same result and the same gradient.
+    """
+    if not shared:
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    base, cache = model.base_model, DynamicCache(config=model.config)
+    given = {cache_name(base): cache}
+    first = base(input_ids=ids[:1, :shared], **given).last_hidden_state  # (1, S, H)
+    cache.batch_repeat_interleave(len(ids))
+    rest = base(input_ids=ids[:, shared:], **given).last_hidden_state  # (B, T - S, H)
+    return torch.cat([first.expand(len(ids), -1, -1), rest], dim=1)
 
 
 def token_logps(model, ids, mask, temperature=1.0, entropy=False, hidden=None):

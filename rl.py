@@ -9,6 +9,7 @@ steps. objective.py has the equations, each with its variants; this file makes t
     vote      each (trajectory, segment) that is left has one; each minibatch divides its sum by the same number, the
               votes of the whole global batch over the number of minibatches
     logp_old  what the engine sampled with: the first ratio is 1, and a mismatch of engine and trainer is part of it
+    prompt    read once for all rollouts of a group that stand in a micro-batch: same gradient, half of the tokens
 
     python rl.py                                           # small: two CPU cores, 9 minutes
     python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
@@ -30,6 +31,7 @@ original harness without faults; of the same requests, eval/T2 = the score, each
 eval/fault_recovery = the accuracy where a tool failed, at rates of a fifth.
 """
 
+import itertools
 import json
 import math
 import random
@@ -55,7 +57,7 @@ from augment import augment
 from sim import NO_FAULTS, Faults, Task, World, make_task
 from facts import REWARDS
 from samples import Dimension, harness_for
-from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, token_logps
+from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, shared_prefix, token_logps
 from fsdp import load_optimizer_state, optimizer_state, shard, weights, whole
 from mtp import Learner
 from infer import Engine
@@ -112,7 +114,7 @@ class Config:
     # update
     steps: int = option(40, "rounds of rollout and update", min=1)
     minibatches: int = option(2, "optimizer steps per round", min=1)
-    micro: int = option(16, "sequences per forward and rank; does not change the result", min=1)
+    micro: int = option(16, "sequences of one group per forward and rank; does not change the result", min=1)
     lr: float = option(2e-4, "AdamW learning rate", min=0)
     warmup: int = option(2, "steps of linear warmup", min=0)
     lr_end: float = option(0.1, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
@@ -228,25 +230,31 @@ def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks:
 # ---------------------------------------------------------------------------------------------------------------------
 # update
 
-Micro = tuple[list[int], Tensor, Tensor, Tensor, Tensor]
-
+Micro = tuple[list[int], Tensor, Tensor, Tensor, Tensor, int]
+LENGTHS = 32  # a micro-batch is padded to a multiple of this, and as coarse is the prompt that its rows share
 
 IDLE = Trajectory(ids=[0, 0], mask=[0, 1], logps=[0.0, 0.0], segment=[0, REPLY], think=[0, 0], state=[-1, 0])
 
 
-def micro_batches(trajectories: list[Trajectory], chosen: list[int], cfg: Config, ranks: Dist) -> Iterator[Micro]:
-    """(which, ids, mask, logps, segment) of a few of the chosen trajectories at a time, the last four (B, T).
+def micro_batches(
+    policy: Policy, trajectories: list[Trajectory], chosen: list[int], cfg: Config, ranks: Dist
+) -> Iterator[Micro]:
+    """(which, ids, mask, logps, segment, shared): a few of the chosen trajectories of one group, four (B, T), and how
+    many leading tokens they share.
 
     With sharded weights each rank must do what the others do: the one with fewer goes on with idle ones, which = [].
     """
-    rounds = -(-len(chosen) // cfg.micro)
-    rounds = max(ranks.all(rounds)) if cfg.shard else rounds
-    for start in range(0, rounds * cfg.micro, cfg.micro):
-        which = chosen[start : start + cfg.micro]
+    parts = []
+    for _, members in itertools.groupby(chosen, lambda i: i // cfg.group_size):
+        members = list(members)
+        parts += [members[start : start + cfg.micro] for start in range(0, len(members), cfg.micro)]
+    rounds = max(ranks.all(len(parts))) if cfg.shard else len(parts)
+    for which in parts + [[]] * (rounds - len(parts)):
         micro = [trajectories[i] for i in which] or [IDLE]
         columns = ([getattr(t, name) for t in micro] for name in ("ids", "mask", "logps", "segment"))
-        ids, mask, logps, segment = pad_batch(*columns, device=ranks.device)
-        yield which, ids, mask, logps, segment if cfg.segments else segment.bool() * REPLY
+        ids, mask, logps, segment = pad_batch(*columns, bucket=LENGTHS, device=ranks.device)
+        shared = 0 if cfg.shard else shared_prefix(policy.model, [t.ids for t in micro], LENGTHS)
+        yield which, ids, mask, logps, segment if cfg.segments else segment.bool() * REPLY, shared
 
 
 @dataclass
@@ -262,16 +270,16 @@ class Actors:
 def own_logps(policy: Policy, trajectories: list[Trajectory], kept: list[int], cfg: Config, ranks: Dist) -> dict:
     """Trajectory -> the log-probs that the trainer gives its tokens, as the engine's stand in it."""
     out = {}
-    for which, ids, mask, *_ in micro_batches(trajectories, kept, cfg, ranks):
+    for which, ids, mask, *_, shared in micro_batches(policy, trajectories, kept, cfg, ranks):
         with torch.no_grad():
-            rows = policy(token_logps, ids, mask, cfg.temperature).tolist()
+            rows = policy(forward, ids, mask, cfg.temperature, shared)[0].tolist()
         out |= {i: row[: len(trajectories[i].ids)] for i, row in zip(which, rows)}
     return out
 
 
-def forward(model, ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def forward(model, ids: Tensor, mask: Tensor, temperature: float, shared: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs and entropies (B, T) of the sampled tokens, and the hidden states (B, T, H) that they come from."""
-    hidden = hidden_states(model, ids)
+    hidden = hidden_states(model, ids, shared)
     return *token_logps(model, ids, mask, temperature, entropy=True, hidden=hidden), hidden
 
 
@@ -285,7 +293,6 @@ def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch
     clip = torch.tensor([cfg.clip_tool, cfg.clip_reply], device=ranks.device)
     count, norms, cast = Counter(), [], torch.zeros(cfg.minibatches, device=ranks.device)
     kept = [i for i in range(len(trajectories)) if advantages[i].any()]
-    kept.sort(key=lambda i: len(trajectories[i].ids))  # like lengths together: less padding
     for i in kept:
         cast[minibatch[i]] += sum(s in trajectories[i].segment for s in SEGMENTS.values()) if cfg.segments else 1
     cast = ranks.all_reduce_sum(cast).tolist()  # votes in each minibatch
@@ -295,17 +302,17 @@ def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch
         if cast[k] == 0:
             continue
         chosen = [i for i in kept if minibatch[i] == k]
-        for which, ids, mask, old, segment in micro_batches(trajectories, chosen, cfg, ranks):
-            logps, entropy, hidden = policy(forward, ids, mask, cfg.temperature)
+        for which, ids, mask, old, segment, shared in micro_batches(policy, trajectories, chosen, cfg, ranks):
+            logps, entropy, hidden = policy(forward, ids, mask, cfg.temperature, shared)
             a = (advantages[which] if which else torch.zeros(1, len(SEGMENTS))).to(ranks.device, torch.float32)
             if which and cfg.truncate:
                 rows = [trajectories[i].ids for i in which], [before[i] for i in which]
-                engine, old = old, pad_batch(*rows, device=ranks.device)[1]
+                engine, old = old, pad_batch(*rows, bucket=LENGTHS, device=ranks.device)[1]
                 a = a[..., None] * truncated_weights(old, engine, cfg.truncate)[:, None]
             loss, stats = policy_loss(logps, old, segment, a, clip, votes, cfg.ratio)
             if actors.reference:
                 with torch.no_grad():
-                    anchor = actors.reference(token_logps, ids, mask, cfg.temperature)
+                    anchor = actors.reference(forward, ids, mask, cfg.temperature, shared)[0]
                 loss = loss + cfg.kl * bool(which) * kl_loss(logps, anchor, segment, votes)
             loss.backward()
             if not which:

@@ -6,13 +6,13 @@ the same weights to begin with. Lengths are equal because both draw every token 
 the teacher and draw as many of them: no stop token ends a state, the teacher's does. What each side then holds is
 compared token by token, and TRL's own count of tokens with ours.
 
-What differs is how. rl.py keeps a rollout's cache over its turns, computes a group's prompt once, and sorts its
-micro-batches by length; GRPOTrainer generates from the whole history in each turn, padded to the longest, all rows
-until the last one is done. TRL is let off hooks, scoring (its rewards are worked out before) and a second optimizer
-step on the same rollouts, for which it would compute their log-probs once more. rl.py drops rollouts without
+What differs is how. rl.py keeps a rollout's cache over its turns and computes a group's prompt once, in the rollouts
+and in each micro-batch of the update; GRPOTrainer generates from the whole history in each turn, padded to the longest,
+all rows until the last one is done. TRL is let off hooks, scoring (its rewards are worked out before) and a second
+optimizer step on the same rollouts, for which it would compute their log-probs once more. rl.py drops rollouts without
 advantage; here all reasoning is penalised and a group's members reason at different length, so that all have one.
-Before each step, off the clock, rl.py is given the log-probs of what it will hear: a real rollout has them at hand,
-and it computes those of what it draws all the same.
+Before each step, off the clock, rl.py is given the log-probs of what it will hear: a real rollout has them at hand, and
+it computes those of what it draws all the same.
 
 The sides take turns, step by step; the first step is not timed; figures are medians, the ratio that of each pair.
 Processor seconds, of all threads together, are for machines that others use too. Then rl.py alone over `--sizes`
@@ -105,7 +105,9 @@ def make_round(cfg: Config, harness, world, codec, step: int, groups: int, stret
     """The step's tasks, those of fewer groups among them, with a dialogue for each member of a group."""
     size = cfg.group_size
     options = dict(groups=groups, group_size=size, micro=cfg.micro, minibatches=1, warmup=0, seed=cfg.seed)
-    options |= dict(think_free=0, think_full=1000, faults=(0.0, 0.0, 0.0))  # the teacher's rooms have no faults either
+    options |= dict(
+        think_free=0, think_full=1000, think_gate=0.0, faults=(0.0, 0.0, 0.0)
+    )  # the teacher's rooms have no faults either
     options = rl.Config(**options)
     jobs = rl.training_jobs(options, world, harness, step, range(groups))
     dialogues = []

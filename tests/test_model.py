@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import model as module
 from common import BadInput
-from model import create, hidden_states, load, pad_batch, token_logps
+from model import create, hidden_states, load, pad_batch, shared_prefix, token_logps
 
 
 def toy_tokenizer(template=None):
@@ -96,6 +96,41 @@ def test_logps_do_not_depend_on_padding_or_on_the_batch(policy):
         n = len(ids[i])
         assert torch.allclose(together[i, :n], alone[0, :n], atol=1e-5)
         assert (alone[0, n:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "rows, shared",
+    [
+        ([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 6, 7]], 4),  # five, and then down
+        ([[1, 2, 3, 4], [1, 2, 3, 4, 5]], 2),  # four, but one token at least must be a row's own
+        ([[1, 2, 3, 4, 5]] * 3, 4),
+        ([[1, 2, 3], [4, 2, 3]], 0),
+        ([[9, 2, 3, 4], [9, 2], [9, 2, 3, 5]], 0),
+        ([[1, 2, 3, 4]], 0),  # nothing to share it with
+    ],
+)
+def test_a_shared_prefix(policy, rows, shared):
+    assert shared_prefix(policy.model, rows, bucket=2) == shared
+
+
+def test_a_recurrent_model_shares_no_prefix(qwen36_dir):
+    assert shared_prefix(load(qwen36_dir).model, [[1] * 40, [1] * 50]) == 0
+
+
+@pytest.mark.parametrize("shared", [1, 7, 8])
+def test_a_prefix_that_is_read_once_changes_nothing(policy, shared):
+    ids, mask, _ = batch()
+    ids = [[3] * 8 + row for row in ids]
+    ids, mask = pad_batch(ids, [[0] * 8 + row for row in mask], bucket=8)
+    found = []
+    for n in (0, shared):
+        policy.model.zero_grad()
+        hidden = hidden_states(policy.model, ids, n)
+        logps = token_logps(policy.model, ids, mask, hidden=hidden)
+        (logps * torch.linspace(-1, 1, logps.numel()).view_as(logps)).sum().backward()
+        found.append([hidden.detach(), logps.detach(), *(p.grad.clone() for p in policy.model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_what_stands_in_the_padding_does_not_matter(policy):

@@ -135,14 +135,18 @@ def policy(model_dir):
 ADVANTAGES = torch.tensor([[1, -1], [0.5, 2], [0, 0], [-1, 0], [0, 1]], dtype=torch.float64)
 
 
-def gradient(policy, advantages=ADVANTAGES, minibatch=(0,) * 5, reference=None, drafter=None, **options):
-    """Log of an update on babble of five lengths, and its gradients summed over the minibatches; no weight moves."""
+def gradient(policy, advantages=ADVANTAGES, minibatch=(0,) * 5, reference=None, drafter=None, prompt=0, **options):
+    """Log of an update on babble of five lengths, and its gradients summed over the minibatches; no weight moves.
+
+    prompt: tokens that all of them have in common, before what is their own.
+    """
     trajectories = []
     for i, n in enumerate((3, 140, 40, 7, 9)):
-        ids = [(17 * i + 5 * j) % 250 for j in range(n + 4)]
-        half, mask = n // 2, [0] * 4 + [1] * n
-        segment = [0] * 4 + [TOOL] * half + [REPLY] * (n - half)
-        logps, state = [-7.8 * m for m in mask], [-1] * 4 + [0] * half + [1] * (n - half)
+        ids, given = [7 * j % 250 for j in range(prompt)], prompt + 4
+        ids += [(17 * i + 5 * j) % 250 for j in range(n + 4)]
+        half, mask = n // 2, [0] * given + [1] * n
+        segment = [0] * given + [TOOL] * half + [REPLY] * (n - half)
+        logps, state = [-7.8 * m for m in mask], [-1] * given + [0] * half + [1] * (n - half)
         trajectories.append(rl.Trajectory(ids, mask, logps, segment, [0] * len(ids), state))
     options = dict(minibatches=1, micro=5, grad_clip=0, clip_tool=(0.9, 9), clip_reply=(0.9, 9)) | options
     optimizer = torch.optim.SGD(policy.model.parameters(), 0.0)
@@ -162,6 +166,23 @@ def test_update_does_not_depend_on_micro_batches(policy):
         assert other == pytest.approx(log, rel=1e-4, abs=1e-6)
         for a, b in zip(whole, parts, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"truncate": 2.0}, {"ratio": "sequence"}])
+def test_a_prompt_that_a_group_shares_is_read_once(policy, options, monkeypatch):
+    """The same step as if each of its members had read it, in half of the tokens."""
+    read, forward = [], policy.model.base_model.forward
+    monkeypatch.setattr(policy.model.base_model, "forward", lambda **k: read.append(k["input_ids"]) or forward(**k))
+    log, whole = gradient(policy, prompt=400, **options)
+    tokens = sum(ids.numel() for ids in read)
+    assert read[0].shape == (1, 384)
+    read.clear()
+    monkeypatch.setattr(rl, "shared_prefix", lambda *_: 0)
+    other, each = gradient(policy, prompt=400, **options)
+    assert 2 * tokens < sum(ids.numel() for ids in read)
+    assert other == pytest.approx(log, rel=1e-4, abs=1e-6)
+    for a, b in zip(whole, each, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("minibatch, updates", [([0, 0, 0, 0, 1], 2), ([1, 0, 0, 1, 1], 2), ([1] * 5, 1)])
