@@ -41,6 +41,23 @@ def headed_dir(model_dir, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def dense_dir(tmp_path_factory) -> Path:
+    """A toy policy with an MTP head: weights large enough for distributions that are far from uniform, uneven norms."""
+    import torch
+
+    from model import MTP
+    from test_model import small
+
+    policy, path = small(), tmp_path_factory.mktemp("dense") / "model"
+    policy.mtp = MTP(policy.model, seed=1)
+    g = torch.Generator().manual_seed(0)
+    for p in [*policy.model.parameters(), *policy.mtp.parameters()]:
+        p.data = p.data * 6 if p.dim() > 1 else p.data + 0.2 * torch.randn(p.shape, generator=g)
+    policy.publish(path)
+    return path
+
+
 @pytest.fixture
 def at_the_root(monkeypatch) -> None:
     """Where the paths of manifests and presets start."""

@@ -1,4 +1,4 @@
-"""The MTP head: module, files, drafts, loss, acceptance and learning, on a dense model and on a hybrid one.
+"""The MTP head: module, drafts, loss, acceptance and learning, on a dense model and on a hybrid one.
 
 The tests start this file as a script too: python tests/test_mtp.py MTP_FLAGS.
 """
@@ -27,24 +27,10 @@ from transformers import DynamicCache
 import mtp
 from common import ALONE, BadInput
 from model import MTP, hidden_states, load, optimizer_step, pad_batch, token_logps
-from test_model import create, small, toy_tokenizer
-
-KINDS = ["dense", "hybrid"]
+from test_model import small
 
 
-@pytest.fixture(scope="module")
-def dense_dir(tmp_path_factory):
-    """Weights large enough for distributions that are far from uniform, and norms that are not all the same."""
-    policy, path = small(), tmp_path_factory.mktemp("dense") / "model"
-    policy.mtp = MTP(policy.model, seed=1)
-    g = torch.Generator().manual_seed(0)
-    for p in [*policy.model.parameters(), *policy.mtp.parameters()]:
-        p.data = p.data * 6 if p.dim() > 1 else p.data + 0.2 * torch.randn(p.shape, generator=g)
-    policy.publish(path)
-    return path
-
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["dense", "hybrid"])
 def path(request, dense_dir, qwen36_dir):
     return dense_dir if request.param == "dense" else qwen36_dir
 
@@ -83,6 +69,22 @@ def stored(directory):
 
 def heads(directory):
     return {name: t for name, t in stored(directory).items() if name.startswith("mtp.")}
+
+
+def rewrite(path, out, change):
+    """A copy of a checkpoint with other tensors, in one file."""
+    tensors = stored(path)
+    change(tensors)
+    out.mkdir()
+    for file in Path(path).iterdir():
+        if "safetensors" not in file.name:
+            (out / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def without_head(path, out):
+    return rewrite(path, out, lambda t: [t.pop(n) for n in list(t) if n.startswith("mtp.")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,118 +194,6 @@ def test_before_norm_is_the_state_before_the_final_norm(policy, tmp_path):
     assert (plain - want).abs().max() > 0.05
     policy.publish(tmp_path / "model")
     assert load(tmp_path / "model").mtp.before_norm
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# files
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_read_is_written_byte_for_byte(path, tmp_path, dtype):
-    """FAULTS 41: under the same names, with the model; a second round trip changes nothing at all."""
-    first = load(path, dtype=dtype)
-    first.publish(tmp_path / "a")
-    load(tmp_path / "a", dtype=dtype).publish(tmp_path / "b")
-    want = {name: t.to(dtype) for name, t in heads(path).items()}
-    assert bytes_of(heads(tmp_path / "a")) == bytes_of(want) and len(want) in (15, 19)
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
-
-
-def test_single_experts(qwen36_dir, tmp_path):
-    """FAULTS 41: the layout of Qwen3.5 holds the same head, and is kept."""
-    from data import make_qwen36
-
-    make_qwen36.main(["--out", str(tmp_path / "single"), "--experts", "single"])
-    policy, fused = load(tmp_path / "single", dtype=torch.bfloat16), load(qwen36_dir, dtype=torch.bfloat16)
-    assert bytes_of(policy.mtp.state_dict()) == bytes_of(fused.mtp.state_dict())
-    policy.publish(tmp_path / "out")
-    want = heads(tmp_path / "single")
-    assert len(want) == 17 + 3 * 8 and "mtp.layers.0.mlp.experts.7.up_proj.weight" in want
-    assert bytes_of(heads(tmp_path / "out")) == bytes_of(want)
-
-
-def test_a_saved_model_in_shards_keeps_its_head(policy, path, tmp_path, monkeypatch):
-    save = policy.model.save_pretrained
-    monkeypatch.setattr(policy.model, "save_pretrained", lambda *a, **k: save(*a, **k, max_shard_size="200KB"))
-    policy.publish(tmp_path / "model")
-    assert not (tmp_path / "model" / "model.safetensors").exists() or "dense" in str(path)
-    assert bytes_of(heads(tmp_path / "model")) == bytes_of({n: t.float() for n, t in heads(path).items()})
-    again = load(tmp_path / "model")
-    assert bytes_of(again.mtp.state_dict()) == bytes_of(policy.mtp.state_dict())
-
-
-def rewrite(path, out, change):
-    """A copy of a checkpoint with other tensors, in one file."""
-    tensors = stored(path)
-    change(tensors)
-    out.mkdir()
-    for file in Path(path).iterdir():
-        if "safetensors" not in file.name:
-            (out / file.name).write_bytes(file.read_bytes())
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda t: t.pop("mtp.fc.weight"), "1 tensors of the MTP head are missing: mtp.fc.weight"),
-        (lambda t: t.update({"mtp.layers.1.x": torch.ones(2)}), "1 tensors .* are unknown: mtp.layers.1.x"),
-        (lambda t: t.update({"mtp.norm.weight": torch.ones(2)}), "are of another shape: mtp.norm.weight"),
-        (
-            lambda t: [t.pop(n) for n in list(t) if n.startswith("mtp.layers.0.self")],
-            "6 tensors of the MTP head are missing: mtp.layers.0.self_attn.k_norm.weight, ",
-        ),
-    ],
-)
-def test_a_miss_is_named(path, tmp_path, change, message):
-    """FAULTS 41: never loaded at random, never half of it."""
-    with pytest.raises(BadInput, match=message):
-        load(rewrite(path, tmp_path / "model", change))
-
-
-def test_an_expert_that_is_missing_is_named(tmp_path):
-    from data import make_qwen36
-
-    make_qwen36.main(["--out", str(tmp_path / "single"), "--experts", "single"])
-    lost = "mtp.layers.0.mlp.experts.3.up_proj.weight"
-    with pytest.raises(BadInput, match=f"1 tensors of the MTP head are missing: {lost}"):
-        load(rewrite(tmp_path / "single", tmp_path / "model", lambda t: t.pop(lost)))
-
-
-def test_a_shard_that_is_damaged_is_named(qwen36_dir, tmp_path):
-    broken = tmp_path / "model"
-    broken.mkdir()
-    for file in qwen36_dir.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes()[: 100 if "00002" in file.name else None])
-    with pytest.raises(BadInput, match="model-00002-of-00002.safetensors|not a readable model"):
-        load(broken)
-    with pytest.raises(BadInput, match="model-00002-of-00002.safetensors: not a readable weight file"):
-        mtp.read(broken, load(qwen36_dir).model)
-
-
-def without_head(path, out):
-    return rewrite(path, out, lambda t: [t.pop(n) for n in list(t) if n.startswith("mtp.")])
-
-
-def test_graft(path, policy, tmp_path):
-    """A head from the base onto a model that was trained; what is not one, or does not fit, is refused."""
-    bare = load(without_head(path, tmp_path / "bare"))
-    assert bare.mtp is None
-    for p in bare.model.parameters():
-        p.data *= 1.01
-    mtp.graft(bare, path)
-    bare.publish(tmp_path / "out")
-    assert bytes_of(heads(tmp_path / "out")) == bytes_of({n: t.float() for n, t in heads(path).items()})
-    got = load(tmp_path / "out")
-    assert all(torch.equal(a, b) for a, b in zip(got.model.parameters(), bare.model.parameters(), strict=True))
-    with pytest.raises(BadInput, match="bare: has no tensors mtp"):
-        mtp.graft(policy, tmp_path / "bare")
-    with pytest.raises(BadInput, match="nowhere: no such model directory"):
-        mtp.graft(policy, tmp_path / "nowhere")
-    with pytest.raises(BadInput, match="tensors of the MTP head are"):
-        mtp.graft(create(toy_tokenizer(), hidden=48, layers=2), path)
-    assert policy.mtp  # what was refused has changed nothing
 
 
 # ---------------------------------------------------------------------------------------------------------------------
