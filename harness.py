@@ -26,6 +26,7 @@ Left out: parallel tool execution.
 import copy
 import hashlib
 import json
+import math
 import re
 import threading
 from collections import Counter
@@ -527,14 +528,16 @@ def _ask() -> str:
 
 
 def trace(c: Config, path: str) -> None:
-    """Print the stored rollouts of a file, least rewarded first."""
+    """Print the first --count stored rollouts of a file, by the mean of their rewards, unscored ones last."""
     stored = []
     for n, line in enumerate(read_text(path).split("\n"), 1):
         try:
             stored += [Trajectory.from_dict(json.loads(line))] if line.strip() else []
         except (ValueError, TypeError, AssertionError) as e:
             raise BadInput(f"{path}:{n}: not a stored rollout: {str(e)[:200]}") from None
-    stored.sort(key=lambda t: sum(v or 0.0 for v in t.rewards.values()))
+    scored = ([v for v in t.rewards.values() if v is not None] for t in stored)
+    means = [sum(rewards) / len(rewards) if rewards else math.inf for rewards in scored]
+    stored = [stored[i] for i in sorted(range(len(stored)), key=means.__getitem__)]
     for t in stored[: c.count]:
         rewards = ", ".join(f"{k} {v}" for k, v in t.rewards.items())
         print(f"\n== seed {t.seed}  harness {t.harness_commit}  {len(t.ids)} tokens  {rewards}")

@@ -21,7 +21,8 @@ knows nor feels it; what it reads of the policy, h and p, comes from a forward t
 As a command it trains the head alone on stored rollouts, the model frozen: after SFT or OPD, or a head for a model
 that has none.
 
-    python mtp.py --model DIR --rollouts runs/rl/trajectories.jsonl      # or samples.jsonl of sft.py: ids and masks
+    python mtp.py --model DIR --rollouts "runs/rl/rollouts-*.jsonl"      # of rl.py --keep-rollouts; one file or more
+    python mtp.py --model DIR --rollouts runs/sft/samples.jsonl          # any conversations: ids and masks are read
     python mtp.py --model runs/rl/model --init BASE --rollouts FILE      # graft the head of the base onto it, first
     python mtp.py --model data/base-small --init random --rollouts FILE  # a new head
     torchrun --nproc_per_node=2 mtp.py ...                               # rollouts are sharded over ranks
@@ -30,11 +31,13 @@ that has none.
 The run leaves OUT/model (the model and the head, ready for the engine), loss.png and acceptance.png.
 
 metrics.jsonl, a row per step: loss, loss_d = D of draft d; length = tokens per forward of the model, of depth + 1 at
-most, at the temperature; rate = length / (depth + 1); accepted = drafts accepted / drafts made; greedy_* = the same at
-T = 0; held_out/* = of rollouts that are never trained. They are expectations along the recorded tokens (see `walk`).
-Left out: drafting trees, a head of several layers, its router's balance loss.
+most, at the temperature; rate = length / (depth + 1); accepted = drafts accepted / (depth x forwards), though at the
+end of a message there is less to draft; greedy_* = the same at T = 0; held_out/* = of rollouts that are never trained.
+They are expectations along the recorded tokens (see `walk`). Left out: drafting trees, a head of several layers, its
+router's balance loss.
 """
 
+import glob
 import json
 import time
 from collections.abc import Iterator
@@ -249,7 +252,9 @@ class Learner:
 class Config:
     # where from, where to
     model: str = option(MISSING, "Hugging Face directory of the model, which stays as it is")
-    rollouts: str = option(MISSING, "JSON-lines file of trajectories, as rl.py and sft.py write them")
+    rollouts: str = option(
+        MISSING, "JSON-lines file of trajectories, as rl.py and sft.py write them, or a pattern with *"
+    )
     config: str = option("small", "preset")
     init: str = option("native", "native = the model's own head, or a new one; random = a new one; or a directory")
     norm: Literal["keep", "after", "before"] = option(
@@ -291,17 +296,14 @@ PRESETS = {
 Sequence = tuple[list[int], list[int]]  # ids, mask
 
 
-def read_rollouts(path: str, vocab: int, context: int) -> tuple[list[Sequence], str]:
-    """The rollouts of a file that have something to draft, and a line on those that are left out. BadInput says where.
+def read_rollouts(pattern: str | Path, vocab: int, context: int) -> tuple[list[Sequence], str]:
+    """The rollouts of the files that have something to draft, and a line on those left out. BadInput says where.
 
     Of each line only ids and mask are read: any recorded or told conversation will do.
     """
     rows, long, silent = [], 0, 0
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise BadInput(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    for n, line in enumerate(lines, 1):
+    files = sorted(glob.glob(str(pattern))) or [pattern]
+    for path, n, line in ((file, n, line) for file in files for n, line in enumerate(lines_of(file), 1)):
         try:
             data = json.loads(line)
             ids, mask = data["ids"], data["mask"]
@@ -316,7 +318,14 @@ def read_rollouts(path: str, vocab: int, context: int) -> tuple[list[Sequence], 
         long, silent = long + (len(ids) > context), silent + short
         if len(ids) <= context and not short:
             rows.append((ids, mask))
-    return rows, f"{path}: {len(rows)} rollouts; left out: {long} beyond --context, {silent} with nothing to draft"
+    return rows, f"{pattern}: {len(rows)} rollouts; left out: {long} beyond --context, {silent} with nothing to draft"
+
+
+def lines_of(path: str) -> list[bytes]:
+    try:
+        return Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise BadInput(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def ready(cfg: Config, ranks: Dist) -> tuple[Policy, str]:

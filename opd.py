@@ -78,6 +78,7 @@ class Config:
     seed: int = option(0, "the seed of everything")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = a GPU per process if there are any")
     teacher_dtype: Literal["float32", "bfloat16"] = option("float32", "bfloat16 halves the memory of the teacher")
+    teacher_device: Literal["same", "cpu"] = option("same", "cpu = where the GPU has no room for it, and slowly")
 
     # answers
     batch: int = option(64, "prompts per step, over all ranks", min=1)
@@ -185,7 +186,7 @@ def chunked(
 def _columns(hidden, head, teacher_hidden, teacher_head, sampled, vocab, cfg):
     student = log_probs(hidden, head, vocab, cfg.temperature)  # (n, V)
     with torch.no_grad():
-        teacher = log_probs(teacher_hidden, teacher_head, vocab, cfg.temperature)
+        teacher = log_probs(teacher_hidden, teacher_head, vocab, cfg.temperature).to(student.device)
         spread, reverse = entropy_of(student), kl(student, teacher)
     return torch.stack([divergence(student, teacher, sampled, cfg.kl, cfg.beta), reverse, spread], dim=-1)
 
@@ -202,7 +203,8 @@ def token_divergences(student: nn.Module, teacher: nn.Module, ids: Tensor, mask:
     predicts = sampled[:, 1:]  # (B, T - 1): position t - 1 predicts token t
     hidden = hidden_states(student, ids)[:, :-1][predicts]  # (N, H)
     with torch.no_grad():
-        teacher_hidden = hidden_states(teacher, ids)[:, :-1][predicts]
+        there = teacher.device  # the student's, or a CPU beside it
+        teacher_hidden = hidden_states(teacher, ids.to(there))[:, :-1][predicts.to(there)]
     heads = student.get_output_embeddings(), teacher.get_output_embeddings()
     vocab = getattr(student, "valid_vocab", None)
     return chunked((hidden, heads[0]), (teacher_hidden, heads[1]), ids[sampled], vocab, cfg)
@@ -421,7 +423,8 @@ def main(argv: list[str]):
         raise BadInput(f"--batch {cfg.batch} must be a multiple of the {ranks.world} processes")
     # before Run, so that what is refused leaves no directory
     prompts, left_out = read_prompts(cfg.prompts) if cfg.prompts else (None, 0)
-    teacher = load(cfg.teacher, ranks.device, getattr(torch, cfg.teacher_dtype))
+    place = ranks.device if cfg.teacher_device == "same" else "cpu"
+    teacher = load(cfg.teacher, place, getattr(torch, cfg.teacher_dtype))
     teacher.model.requires_grad_(False)
     engine = None if cfg.resume else ready(cfg.model, teacher, cfg, ranks)
 

@@ -9,7 +9,8 @@ steps. objective.py has the equations, each with its variants; this file makes t
     vote      each (trajectory, segment) that is left has one; each minibatch divides its sum by the same number, the
               votes of the whole global batch over the number of minibatches
     logp_old  what the engine sampled with: the first ratio is 1, and a mismatch of engine and trainer is part of it
-    prompt    read once for all rollouts of a group that stand in a micro-batch: same gradient, half of the tokens
+    prompt    read once for all rollouts of a group in a micro-batch: the same gradient, half of the tokens (not where
+              weights are sharded, layers recurrent, or a group's harnesses differ)
 
     python rl.py                                           # small: two CPU cores, 9 minutes
     python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
@@ -21,14 +22,17 @@ steps. objective.py has the equations, each with its variants; this file makes t
 Expect under small: the score of 200 unseen requests rises from 57 to 74 - 80, most of it in the first 20 rounds. The
 run ends with the same requests before and after, and leaves OUT/model (a Hugging Face directory), reward.png,
 think_length.png, trajectories.jsonl (the last evaluation, rank 0's) and, from each step that was saved, its ten worst
-and ten best rollouts in rollouts-STEP.jsonl: `python harness.py trace FILE` shows them.
+and ten best rollouts in rollouts-STEP.jsonl: `python harness.py trace FILE --count 20` shows them. With --keep-rollouts
+these are all rollouts of all steps: `python mtp.py --rollouts "OUT/rollouts-*.jsonl"` trains an MTP head on them.
 
 metrics.jsonl, a row per step: score = 100 x mean of accuracy and effectiveness; think/s = reasoning tokens per state;
-stop/* = how rollouts ended; first_ratio_off = mean |rho - 1| before the first optimizer step; clip/s = share of votes
-that the clip silences; accepted_length, draft_acceptance = tokens per verification and share of right drafts, with
---drafts; fault_recovery = accuracy of rollouts on which a tool failed; eval/* = the fixed slice under the
-original harness without faults; of the same requests, eval/T2 = the score, each under a held-out variant of it, and
-eval/fault_recovery = the accuracy where a tool failed, at rates of a fifth.
+stop/* = how rollouts ended; first_ratio_off = mean |rho - 1| before the first optimizer step (with --truncate rho is to
+the trainer's own log-probs, and engine_off = mean |p_trainer / p_engine - 1| of a token says how far the engine is
+off); clip/s = share of votes that the clip silences; entropy, mtp/* = of the rollouts that are trained;
+accepted_length, draft_acceptance = tokens per verification and share of right drafts, with --drafts; fault_recovery =
+accuracy of rollouts on which a tool failed; eval/* = the fixed slice under the original harness without faults; of the
+same requests, eval/T2 = the score, each under a held-out variant of it, and eval/fault_recovery = the accuracy where a
+tool failed, at rates of a fifth.
 """
 
 import itertools
@@ -114,13 +118,15 @@ class Config:
     # update
     steps: int = option(40, "rounds of rollout and update", min=1)
     minibatches: int = option(2, "optimizer steps per round", min=1)
-    micro: int = option(16, "sequences of one group per forward and rank; does not change the result", min=1)
+    micro: int = option(16, "sequences per forward and rank; does not change the result", min=1)
     lr: float = option(2e-4, "AdamW learning rate", min=0)
     warmup: int = option(2, "steps of linear warmup", min=0)
     lr_end: float = option(0.1, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
     mtp: Literal["keep", "measure", "train"] = option("keep", "the MTP head: as it is, or measured, or trained along")
     mtp_lr: float = option(1e-3, "AdamW learning rate of the head", min=0)
+    mtp_depth: int = option(3, "drafts in a row that it learns", min=1, max=3)
+    mtp_targets: Literal["soft", "hard"] = option("soft", "it learns the policy's distributions, or the sampled tokens")
     shard: bool = option(False, "torchrun: each process holds its share of weights and optimizer (FSDP2)")
     grad_clip: float = option(1.0, "largest gradient norm, over all ranks; 0 = no clip", min=0)
     ratio: Literal["token", "sequence", "plain"] = option("token", "GSPO in token form, in sequence form, or PPO's")
@@ -133,10 +139,11 @@ class Config:
     eval_requests: int = option(200, "unseen requests of the fixed evaluation slice", min=1)
     eval_every: int = option(0, "steps between evaluations; 0 = only before and after", min=0)
     save_every: int = option(10, "steps between checkpoints", min=1)
+    keep_rollouts: bool = option(False, "write down every rollout of every step, a few MB each, and not ends alone")
 
 
 FAULTY = Faults(0.2, 0.15, 0.15)  # of the tools in the evaluation of recovery
-SHOWN = 10  # rollouts at either end of a step that are kept with each checkpoint
+SHOWN = 10  # rollouts at either end of a step that are written down with each checkpoint
 
 PRESETS = {
     "tiny": dict(groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
@@ -239,22 +246,26 @@ IDLE = Trajectory(ids=[0, 0], mask=[0, 1], logps=[0.0, 0.0], segment=[0, REPLY],
 def micro_batches(
     policy: Policy, trajectories: list[Trajectory], chosen: list[int], cfg: Config, ranks: Dist
 ) -> Iterator[Micro]:
-    """(which, ids, mask, logps, segment, shared): a few of the chosen trajectories of one group, four (B, T), and how
-    many leading tokens they share.
+    """A few of the chosen trajectories at a time: (which, ids, mask, logps, segment, shared), four of them (B, T).
 
-    With sharded weights each rank must do what the others do: the one with fewer goes on with idle ones, which = [].
+    shared: leading tokens that these rows have in common. Where rows of a group have some, a micro-batch is of one
+    group; elsewhere like lengths stand together. With sharded weights each rank must do what the others do: the one
+    with fewer goes on with idle ones, which = [].
     """
-    parts = []
-    for _, members in itertools.groupby(chosen, lambda i: i // cfg.group_size):
-        members = list(members)
-        parts += [members[start : start + cfg.micro] for start in range(0, len(members), cfg.micro)]
+
+    def common_to(which: list[int]) -> int:
+        return 0 if cfg.shard else shared_prefix(policy.model, [trajectories[i].ids for i in which], LENGTHS)
+
+    groups = [[*members] for _, members in itertools.groupby(chosen, lambda i: i // cfg.group_size)]
+    if not any(map(common_to, groups)):
+        groups = [sorted(chosen, key=lambda i: len(trajectories[i].ids))]
+    parts = [group[start : start + cfg.micro] for group in groups for start in range(0, len(group), cfg.micro)]
     rounds = max(ranks.all(len(parts))) if cfg.shard else len(parts)
     for which in parts + [[]] * (rounds - len(parts)):
         micro = [trajectories[i] for i in which] or [IDLE]
         columns = ([getattr(t, name) for t in micro] for name in ("ids", "mask", "logps", "segment"))
         ids, mask, logps, segment = pad_batch(*columns, bucket=LENGTHS, device=ranks.device)
-        shared = 0 if cfg.shard else shared_prefix(policy.model, [t.ids for t in micro], LENGTHS)
-        yield which, ids, mask, logps, segment if cfg.segments else segment.bool() * REPLY, shared
+        yield which, ids, mask, logps, segment if cfg.segments else segment.bool() * REPLY, common_to(which)
 
 
 @dataclass
@@ -308,6 +319,7 @@ def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch
             if which and cfg.truncate:
                 rows = [trajectories[i].ids for i in which], [before[i] for i in which]
                 engine, old = old, pad_batch(*rows, bucket=LENGTHS, device=ranks.device)[1]
+                count.update(engine_off=((old - engine).exp() - 1).abs().mul(mask).sum().item())
                 a = a[..., None] * truncated_weights(old, engine, cfg.truncate)[:, None]
             loss, stats = policy_loss(logps, old, segment, a, clip, votes, cfg.ratio)
             if actors.reference:
@@ -328,11 +340,13 @@ def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch
             drafter.step(ranks)
     if not norms:
         return {"updates": 0}
-    names = ["loss", "first", "entropy", "tokens", *(f"{name}/{s}" for name in ("clipped", "votes") for s in SEGMENTS)]
+    names = ["loss", "first", "entropy", "tokens", "engine_off"]
+    names += [f"{name}/{s}" for name in ("clipped", "votes") for s in SEGMENTS]
     total = {name: x.item() for name, x in gather([{name: count[name] for name in names}], [0], 1, ranks).items()}
     log = {"updates": len(norms), "loss": total["loss"] / cfg.minibatches, "grad_norm": sum(norms) / len(norms)}
     log |= {f"clip/{s}": total[f"clipped/{s}"] / max(1, total[f"votes/{s}"]) for s in SEGMENTS}
     log |= {f"mtp/{name}": x for name, x in drafter.log(ranks).items()} if drafter else {}
+    log |= {"engine_off": total["engine_off"] / total["tokens"]} if cfg.truncate else {}
     return log | {"entropy": total["entropy"] / total["tokens"], "first_ratio_off": total["first"]}
 
 
@@ -342,7 +356,8 @@ def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch
 
 def drafter_of(policy: Policy, cfg: Config) -> Learner | None:
     """Who reads the updates for the MTP head; BadInput if the policy has none."""
-    return Learner(policy, cfg.mtp_lr, temperature=cfg.temperature) if cfg.mtp != "keep" else None
+    options = dict(temperature=cfg.temperature, soft=cfg.mtp_targets == "soft", depth=cfg.mtp_depth)
+    return Learner(policy, cfg.mtp_lr, **options) if cfg.mtp != "keep" else None
 
 
 def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Engine:
@@ -361,11 +376,16 @@ def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Eng
     return engine
 
 
-def extremes(trajectories: list[Trajectory], places: list[int], batch: dict[str, Tensor], ranks: Dist) -> list[dict]:
-    """The SHOWN worst and SHOWN best rollouts of all ranks by the mean of their rewards, the worst first."""
+def written(
+    trajectories: list[Trajectory], places: list[int], batch: dict[str, Tensor], cfg: Config, ranks: Dist
+) -> list[dict]:
+    """The rollouts of a step that are written down, of all ranks, by the mean of their rewards, the worst first.
+
+    The SHOWN worst and SHOWN best, or all; what could not be scored stands at the end of all.
+    """
     reward = torch.stack([batch[f"reward/{name}"] for name in REWARDS]).nanmean(0)
-    order = [i for i in reward.argsort(stable=True).tolist() if not reward[i].isnan()]
-    chosen = dict.fromkeys(order[:SHOWN] + order[-SHOWN:])
+    order = [i for i in reward.argsort(stable=True).tolist() if cfg.keep_rollouts or not reward[i].isnan()]
+    chosen = dict.fromkeys(order if cfg.keep_rollouts else order[:SHOWN] + order[-SHOWN:])
     found = {i: t.to_dict() for i, t in zip(places, trajectories) if i in chosen}
     found = {i: t for each in ranks.all(found) for i, t in each.items()}
     return [found[i] for i in chosen]
@@ -382,7 +402,7 @@ def acceptance(stats: dict, ranks: Dist) -> dict[str, float]:
 def train_step(
     step: int, engine: Engine, actors: Actors, jobs: Callable[[int, range], list[tuple]], cfg: Config, ranks: Dist
 ) -> tuple[dict, list[dict]]:
-    """Rollout, advantages, update: the log of the step, and its best and worst rollouts.
+    """Rollout, advantages, update: the log of the step, and the rollouts that are written down.
 
     All randomness is seeded by (seed, step, index): a resumed step is the same step.
     """
@@ -411,7 +431,7 @@ def train_step(
     log |= {"lr": learning_rate(step, cfg.steps, cfg)}
     log |= {"tokens_per_s": float(batch["tokens"].sum()) / rollout_s, "rollout_s": rollout_s}
     log |= {"update_s": time.perf_counter() - started - rollout_s, "peak_mb": peak_mb()}
-    return log, extremes(trajectories, places, batch, ranks)
+    return log, written(trajectories, places, batch, cfg, ranks)
 
 
 def main(argv: list[str]):
@@ -463,8 +483,10 @@ def main(argv: list[str]):
                 keep("trajectories.jsonl", [t.to_dict() for t in trajectories])
             record.log(step, **log)
             stopping = stop.requested
-            if step == cfg.steps or step % cfg.save_every == 0 or stopping:
+            saving = step == cfg.steps or step % cfg.save_every == 0 or stopping
+            if saving or cfg.keep_rollouts:
                 keep(f"rollouts-{step:06d}.jsonl", shown)
+            if saving:
                 state = {"optimizer": optimizer_state(policy, optimizer), "before": before, "after": after}
                 state |= {"drafter": drafter.optimizer.state_dict()} if drafter else {}
                 save_checkpoint(record.dir, step, partial(policy.save, weights=weights(policy)), state, ranks)

@@ -512,7 +512,7 @@ def test_trace_shows_the_worst_first_and_names_a_torn_line(shipped, tmp_path, ca
     path.write_text("\n".join([*rows, ""]), encoding="utf-8")
     main(["trace", str(path), "--count", "2"])
     out = capsys.readouterr().out
-    assert out.index("== seed 1 ") < out.index("== seed 2 ") and "== seed 0 " not in out
+    assert out.index("== seed 2 ") < out.index("== seed 0 ") and "== seed 1 " not in out  # unscored: last
     for bad in (rows[0][:50], "[]", "3", '{"when": 1}', '{"ids": [1]}'):
         path.write_text("\n".join([rows[0], bad]), encoding="utf-8")
         with pytest.raises(BadInput, match=r"t\.jsonl:2: not a stored rollout"):

@@ -608,6 +608,7 @@ def test_a_file_of_prompts_another_form_and_a_bf16_teacher(flags, tmp_path):
     lines = [{"prompt": "你好"}, {"messages": [U, A]}, {"prompt": "长" * 300}, {"prompt": "hi"}, {"messages": [A]}]
     (path := tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = ["--prompts", path, "--kl", "jsd", "--teacher-dtype", "bfloat16", "--context", 100, "--steps", 1]
+    words += ["--teacher-device", "cpu"]
     opd.main([*flags, *map(str, words), "--out", str(tmp_path / "run")])
     [row] = rows(tmp_path / "run")
     assert row["silent"] == 1 and 0 < row["loss"] < row["kl"]

@@ -27,6 +27,7 @@ import eval as evaluation
 import rl
 from chat import REPLY, TOOL, Sample, Turn
 from model import MTP
+from mtp import read_rollouts
 from oracle import teach
 
 SEEDED = (
@@ -185,6 +186,21 @@ def test_a_prompt_that_a_group_shares_is_read_once(policy, options, monkeypatch)
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+def test_micro_batches_are_of_one_group_where_that_shares_a_prompt(policy, qwen36_dir):
+    """Elsewhere, with recurrent layers or harnesses of their own, like lengths stand together."""
+
+    def made(policy, prompts, **options):
+        rows = [[p] * 40 + [8 + i] * n for i, (p, n) in enumerate(zip(prompts, (9, 70, 20, 60)))]
+        told = [rl.Trajectory(r, [0] * 40 + [1] * (len(r) - 40), *([0.0] * len(r) for _ in range(4))) for r in rows]
+        cfg = rl.Config(group_size=2, micro=3, **options)
+        return [(m[0], m[5], m[1].shape[1]) for m in rl.micro_batches(policy, told, [0, 1, 2, 3], cfg, common.ALONE)]
+
+    alike, apart = [([0, 1], 32, 128), ([2, 3], 32, 128)], [([0, 2, 3], 0, 128), ([1], 0, 128)]
+    assert made(policy, (1, 1, 2, 2)) == alike and made(policy, (1, 2, 1, 2)) == apart
+    assert made(rl.load(qwen36_dir), (1, 1, 2, 2)) == apart
+    assert made(policy, (1, 1, 2, 2), shard=True) == apart
+
+
 @pytest.mark.parametrize("minibatch, updates", [([0, 0, 0, 0, 1], 2), ([1, 0, 0, 1, 1], 2), ([1] * 5, 1)])
 def test_a_vote_weighs_the_same_in_whichever_minibatch_it_falls(policy, minibatch, updates):
     """FAULTS 8: uneven and empty minibatches; their gradients add up to twice that of the whole."""
@@ -226,6 +242,7 @@ def test_truncated_weights_leave_an_exact_engine_alone(policy):
     """Where the engine's log-probs are the trainer's, weights and ratios are 1 with the correction and without."""
     log, whole = gradient(policy, truncate=2.0)
     assert log["first_ratio_off"] < 1e-6  # against the trainer's own, though the engine's here are made up
+    assert 0.1 < log["engine_off"] < 10 and "engine_off" not in gradient(policy)[0]
     assert gradient(policy)[0]["first_ratio_off"] > 1e-3
     assert any(g.abs().max() > 0 for g in whole)
     for micro in (1, 2):
@@ -315,6 +332,20 @@ def test_kl_pulls_towards_the_reference(policy, model_dir):
             p -= 0.01 * (b - a)
     closer = gradient(policy, kl=1.0, reference=other)[0]["loss"] - gradient(policy)[0]["loss"]
     assert 0 < closer < 0.99 * (held["loss"] - log["loss"])
+
+
+def test_all_rollouts_are_kept_if_asked_for(flags, tmp_path):
+    """And mtp.py reads those of all steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "score", fake_score)
+        patch.setattr(rl, "SHOWN", 1)
+        words = ["--keep-rollouts", "--save-every", "3", "--steps", "3", "--eval-requests", "1", "--out"]
+        rl.main([*flags, *words, str(tmp_path / "run")])
+    files = sorted((tmp_path / "run").glob("rollouts-*.jsonl"))
+    assert [file.name[9:15] for file in files] == ["000001", "000002", "000003"]
+    assert [len(file.read_text().splitlines()) for file in files] == [4, 4, 4]
+    told, counted = read_rollouts(str(tmp_path / "run" / "rollouts-*.jsonl"), 10**6, 10**6)
+    assert len(told) == 12 and "12 rollouts" in counted
 
 
 def test_run_leaves_its_files(whole):
@@ -413,24 +444,43 @@ def test_kill_and_resume_bit_for_bit(flags, whole, tmp_path):
 TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.parametrize("how", [[], ["--shard", "--truncate", "2", "--kl", "0.1"]])
+def moments(out, step):
+    """Mean gradients of a checkpoint, by the names of the weights: AdamW's first moments, linear in the gradients."""
+    state = torch.load(out / f"ckpt-{step:06d}" / "state.pt", weights_only=False)["optimizer"]["state"]
+    return {name: each["exp_avg"] for name, each in state.items()}
+
+
+@pytest.mark.parametrize("how", [[], ["--truncate", "2", "--kl", "0.1", "--shard"]])
 def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
-    """FAULTS 16: rollouts sharded by group, one vote count, gradients summed before the clip; then one process goes on.
+    """FAULTS 16: rollouts sharded by group, one vote count, gradients summed before the clip; then one process goes on,
+    and two with what one has begun.
 
     Weights and optimizer sharded as well, with every extra forward that the options know; these change little in a run
     of exact log-probs that starts at its reference.
     """
-    words = [*flags, *how, "--out", str(out := tmp_path / "run")]
+    words, alone = [*flags, *how, "--out", str(out := tmp_path / "run")], tmp_path / "alone"
     output, _ = (process := start(*words, "--steps", "2", launcher=TWO)).communicate()
     assert process.returncode == 0 and "returned a view" not in output, output
     for got, want in zip(seeded(out), seeded(whole)[:3], strict=True):
         assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-3, abs=1e-3 if how else 1e-5)
     assert len((out / "rollouts-000002.jsonl").read_text().splitlines()) == 4  # of both ranks
+    last, wanted = {}, seeded(whole)[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "score", fake_score)
+        rl.main([*flags, *how[:-1], "--out", str(alone), "--steps", "2"])
+        ours, theirs = moments(out, 2), moments(alone, 2)
+        assert ours.keys() == theirs.keys() and max(m.abs().max() for m in ours.values()) > 1e-3
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-5)
         rl.main([*words, "--steps", "4", "--resume"])
-    last, wanted = seeded(out)[-1], seeded(whole)[-1]
-    assert len(rows(out)) == 5 and (how or {k: last[k] for k in wanted} == pytest.approx(wanted, rel=2e-2, abs=2e-2))
+    last["one"] = seeded(out)[-1]
+    if not how:
+        resumed = start(*flags, "--out", str(alone), "--steps", "4", "--resume", launcher=TWO)
+        assert resumed.wait() == 0, resumed.stdout.read()
+        last["two"] = seeded(alone)[-1]
+    for row in last.values():
+        assert how or {k: row[k] for k in wanted} == pytest.approx(wanted, rel=2e-2, abs=2e-2)
+    assert len(rows(out)) == 5
 
 
 def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):

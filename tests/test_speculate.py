@@ -94,11 +94,14 @@ def told(request):
 # greedy
 
 
+GRID = [(1, 4), (2, 8), (3, 1), (3, 16), (4, 2), (5, 8), (6, 5)]  # drafts, slots
+
+
 @pytest.mark.parametrize("kind", ["knows", "untrained", "worst", "broken", "eos", "half"])
 def test_greedy_with_drafts_is_plain_greedy(told, kind):  # FAULTS 44, 45, 49
     policy, want = told
     policy.mtp = heads(policy.model, tokens_of(want))[kind]
-    for drafts, slots in [(1, 4), (2, 16), (3, 1), (6, 5)] if kind == "knows" else [(3, 16), (5, 4)]:
+    for drafts, slots in GRID if kind in ("knows", "untrained", "worst") else [(3, 16), (5, 4)]:
         engine = Engine(policy, slots=slots, context=256, drafts=drafts)
         got = engine.run(loops(7), list(range(7)), greedy=True)
         assert tokens_of(got) == tokens_of(want), (drafts, slots)
