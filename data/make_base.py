@@ -10,13 +10,15 @@ them the model unlearns to copy tokens that its dialogues do not happen to have.
 hard in them: routings choose tools and skills from lists, readings reply by what the tools returned. The decay of the learning
 rate matters as much as the steps (most of the accuracy comes in its last quarter).
 
-Samples are made once by worker processes and kept in a cache file; a step is `micro` micro-batches of about `tokens` tokens, each
-of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as packing on a CPU, and
-no mask). Left out: packing, mixture schedules, any text that was not generated here.
+Samples are made once by worker processes and kept in a cache file; a step is `micro` micro-batches of about `tokens`
+tokens, each of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as
+packing on a CPU, and no mask). The MTP head comes last, on the same mixture, while the model stays (mtp.py has its
+loss). Left out: packing, mixture schedules, an MTP loss on the model itself, any text that was not generated here.
 
     python data/make_base.py                         # data/base-small; an hour and a half on two CPU cores
     python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has three legs (LOG.md)
     python data/make_base.py --resume                # go on after a stop
+    python data/make_base.py --init data/base-small --steps 0 --mtp-steps 800 ...      # an MTP head for a finished base
     python data/make_base.py --config tiny           # seconds, for tests
 """
 
@@ -38,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 import common  # noqa: E402  before torch: it sets the thread variables
 import model as policies  # noqa: E402
+import mtp  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
@@ -77,7 +80,9 @@ class Config:
     max_length: int = option(1280, "tokens; longer samples are left out, and counted", min=1, max=2048)
     workers: int = option(2, "processes that make samples")
     # training
-    steps: int = option(12000, "optimizer steps", min=1)
+    steps: int = option(12000, "optimizer steps", min=0)
+    mtp_steps: int = option(0, "steps of the MTP head, after those; 0 = as it is in --init, or none", min=0)
+    mtp_lr: float = option(2e-3, "AdamW learning rate of the head, linearly to lr_end of it")
     prelude: int = option(600, "steps in which echoes of few tokens must be learned; 0 = no prelude", min=0)
     warm: int = option(1000, "first steps, with warm_shares")
     warm_shares: Shares = option(
@@ -104,6 +109,7 @@ TINY |= dict(
     readings=20,
     dialogues=40,
     steps=4,
+    mtp_steps=2,
     warm=2,
     micro=2,
     tokens=1280,
@@ -382,6 +388,11 @@ def train_step(model, optimizer, config, batches):
     return sums
 
 
+def set_rate(optimizer, rate):
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def adamw(model, config):
     return torch.optim.AdamW(
         model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
@@ -399,8 +410,7 @@ def prelude(config, device):
         model, plain = policy.model.to(device).train(), len(policy.tokenizer) - len(policy.codec.added)
         optimizer, few, loss, learned = adamw(model, config), FEW, math.inf, []
         for step in (bar := tqdm(range(1, 3 * config.prelude + 1), f"prelude {attempt + 1}")):
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * min(1.0, step / max(1, config.warmup))
+            set_rate(optimizer, config.lr * min(1.0, step / max(1, config.warmup)))
             rng = np.random.default_rng(seed_of("base", "echo", config.seed, attempt, step))
             batch = ("echo", *echo(rng, few, plain, device))
             total, n = train_step(model, optimizer, config, [batch])["echo"]
@@ -415,6 +425,24 @@ def prelude(config, device):
             break
     when = f"learned after {' and '.join(map(str, learned))} steps" if learned else "not learned"
     return policy, f"prelude: echoes were {when}, weights {attempt + 1}"
+
+
+def teach_head(policy, config, sources, draw):
+    """Train the MTP head, a new one if there is none: what its learner logs of the last `log_every` steps."""
+    policy.mtp = policy.mtp or policies.MTP(policy.model, seed_of("base", "mtp", config.seed) % 2**63)
+    policy.mtp.float()
+    learner, log = mtp.Learner(policy, config.mtp_lr), {}
+    shape = dataclasses.replace(config, lr=config.mtp_lr)
+    for step in (bar := tqdm(range(1, config.mtp_steps + 1), "MTP head")):
+        set_rate(learner.optimizer, policies.learning_rate(step, config.mtp_steps, shape))
+        for source in picks(config, sources, config.steps + step):
+            _, ids, mask = draw(source)
+            learner.read(ids, (mask > 0).long())
+        learner.step(common.ALONE)
+        if step % config.log_every == 0 or step == config.mtp_steps:
+            log = learner.log(common.ALONE)
+            bar.set_postfix({name: f"{log[name]:.3f}" for name in ("loss", "length", "greedy_length")})
+    return log
 
 
 def main(argv):
@@ -457,8 +485,7 @@ def main(argv):
     with Stop() as stop:
         for step in bar:
             batches = [draw(source) for source in picks(config, sources, step)]
-            for group in optimizer.param_groups:
-                group["lr"] = policies.learning_rate(step, config.steps, config)
+            set_rate(optimizer, policies.learning_rate(step, config.steps, config))
             for source, (loss, n) in train_step(model, optimizer, config, batches).items():
                 before = sums.get(source, (0.0, 0))
                 sums[source] = (before[0] + loss, before[1] + n)
@@ -484,8 +511,14 @@ def main(argv):
                 common.save_checkpoint(run.dir, step, finished(policy).save, state)
             if stop.requested:
                 break
+    if stop.requested:
+        return
+    if config.mtp_steps:
+        model.eval().requires_grad_(False)
+        log = teach_head(policy, config, sources[1:], draw)  # echoes are nobody's drafts
+        run.say("MTP head: " + ", ".join(f"{name} {value:.3f}" for name, value in log.items()))
     finished(policy).publish(config.out)
-    run.say(f"{config.out}: {config.steps} steps")
+    run.say(f"{config.out}: {config.steps} steps, {config.mtp_steps} of the MTP head")
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def test_resume_continues_bit_for_bit_and_the_result_loads(tmp_path):
     argv = ["--config", "tiny", "--out", str(out), "--cache", str(tmp_path / "cache"), "--run", str(tmp_path / "run")]
     argv += "--copies 60 --instructions 60 --routings 20 --readings 8 --dialogues 8 --held-out 4".split()
     make_base.main(argv)
-    first = common.load_checkpoint(tmp_path / "run")[2]
+    first, shipped = common.load_checkpoint(tmp_path / "run")[2], (out / "model.safetensors").read_bytes()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {"loss_copy", "loss_dialogue"} <= {key for row in rows for key in row}
     assert 0 <= rows[-1]["whole_original"] <= 1
@@ -228,12 +228,18 @@ def test_resume_continues_bit_for_bit_and_the_result_loads(tmp_path):
     assert first["drawn"] == second["drawn"]
     for key in first["model"]:
         assert torch.equal(first["model"][key], second["model"][key]), key
+    assert (out / "model.safetensors").read_bytes() == shipped  # the MTP head too
 
     policy = make_base.policies.load(out)
     assert policy.codec.calls == "hermes"
     ids = policy.codec.render(Message("想", "好。"))
     assert policy.model(torch.tensor([ids])).logits.isfinite().all()
     assert {path.name for path in tmp_path.iterdir()} == {"base", "cache", "run"}
+
+    make_base.main([*argv, "--run", str(tmp_path / "head"), "--init", str(out), "--steps", "0", "--mtp-steps", "1"])
+    taught = make_base.policies.load(out)
+    assert torch.equal(taught.model.model.norm.weight, policy.model.model.norm.weight)
+    assert not torch.equal(taught.mtp.fc.weight, policy.mtp.fc.weight)
 
 
 def test_no_tokenizer_is_one_clear_line(tmp_path):

@@ -9,12 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from common import BadInput
 from chat import Codec, Trajectory
 from facts import score
 from harness import Harness
+from model import MTP, load
 from sim import World, make_task
 from oracle import teach
 
@@ -148,3 +150,26 @@ def test_bench_study(model_dir, tmp_path, capsys):
     assert list(figures) == ["default", "whole"] and all(len(x) == 1 for row in figures.values() for x in row.values())
     assert {"score", "T2", "fault_recovery", "think/reply"} <= figures["whole"].keys()
     assert (tmp_path / "study" / "table.md").read_text().count("\n") == 4
+
+
+@pytest.mark.skipif(not (BASE / "model.safetensors").exists(), reason="data/base-small has no weights yet")
+@pytest.mark.filterwarnings("ignore:drafting does not pay")
+def test_bench_heads(tmp_path, capsys):
+    """The policies of two of its runs are one; the third run's has not moved, though its head has."""
+    policy = load(BASE)
+    policy.mtp = MTP(policy.model)
+    policy.publish(tmp_path / "base")
+    words = f"--config tiny --model {tmp_path / 'base'} --out {tmp_path / 'heads'}"
+    out, figures = bench("heads", f"{words} --rl=--steps=1", capsys)
+    assert set(figures) == {"accepted_length", "gain", "arms"} and 1 <= figures["accepted_length"] <= 4
+    assert [line.split()[0] for line in out.splitlines()[-5:-2]] == list(figures["arms"]) == ["along", "left", "frozen"]
+    assert (tmp_path / "heads" / "heads.png").read_bytes().startswith(b"\x89PNG")
+    made = {name: load(tmp_path / "heads" / name / "model") for name in figures["arms"]} | {"base": policy}
+    moved = [
+        {name: not torch.equal(a, b) for name, part in parts.items() for a, b in [(part(made[x]), part(made[y]))]}
+        for x, y in (("along", "left"), ("left", "base"), ("frozen", "base"))
+        for parts in [
+            {"model": lambda p: p.model.model.layers[0].mlp.up_proj.weight, "head": lambda p: p.mtp.fc.weight}
+        ]
+    ]
+    assert moved == [{"model": False, "head": True}, {"model": True, "head": False}, {"model": False, "head": True}]
