@@ -39,10 +39,15 @@ def sharpen(model):
 
 
 @pytest.fixture(scope="module")
-def policy():
+def dense():
     policy = create(toy_tokenizer(), hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64, seed=1)
     sharpen(policy.model)
     return policy
+
+
+@pytest.fixture(scope="module", params=["dense", "qwen3_5_moe"])
+def policy(request, dense):
+    return dense if request.param == "dense" else of_family(request.param)
 
 
 def loop(prompt, turns, seed, new=12, seconds=0.0):
@@ -103,7 +108,7 @@ def plain_greedy(policy, agent):
 def of_family(family):
     shape = dict(
         vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=512, tie_word_embeddings=True,
+        max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
     hybrid = shape | dict(
         num_hidden_layers=4, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -208,9 +213,9 @@ def test_group_members_share_no_lists(policy):
 # what is reused
 
 
-def test_a_shared_prompt_is_computed_once(policy):
+def test_a_shared_prompt_is_computed_once(dense):
     prompt = prompts(1, seed=2)[0]
-    engine = Engine(policy, slots=8)
+    engine = Engine(dense, slots=8)
     engine.run([loop(prompt, 1, i) for i in range(8)], list(range(8)))
     assert engine.stats["prefilled"] == len(prompt) + 7
     assert engine.stats["reused"] == 7 * (len(prompt) - 1)

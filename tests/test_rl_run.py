@@ -129,8 +129,13 @@ def test_first_ratio_is_one(whole):
 
 
 @pytest.fixture
-def policy(model_dir):
+def dense(model_dir):
     return rl.load(model_dir)
+
+
+@pytest.fixture(params=["dense", "qwen36"])
+def policy(request, model_dir, qwen36_dir):
+    return rl.load({"dense": model_dir, "qwen36": qwen36_dir}[request.param])
 
 
 ADVANTAGES = torch.tensor([[1, -1], [0.5, 2], [0, 0], [-1, 0], [0, 1]], dtype=torch.float64)
@@ -170,23 +175,23 @@ def test_update_does_not_depend_on_micro_batches(policy):
 
 
 @pytest.mark.parametrize("options", [{}, {"truncate": 2.0}, {"ratio": "sequence"}])
-def test_a_prompt_that_a_group_shares_is_read_once(policy, options, monkeypatch):
+def test_a_prompt_that_a_group_shares_is_read_once(dense, options, monkeypatch):
     """The same step as if each of its members had read it, in half of the tokens."""
-    read, forward = [], policy.model.base_model.forward
-    monkeypatch.setattr(policy.model.base_model, "forward", lambda **k: read.append(k["input_ids"]) or forward(**k))
-    log, whole = gradient(policy, prompt=400, **options)
+    read, forward = [], dense.model.base_model.forward
+    monkeypatch.setattr(dense.model.base_model, "forward", lambda **k: read.append(k["input_ids"]) or forward(**k))
+    log, whole = gradient(dense, prompt=400, **options)
     tokens = sum(ids.numel() for ids in read)
     assert read[0].shape == (1, 384)
     read.clear()
     monkeypatch.setattr(rl, "shared_prefix", lambda *_: 0)
-    other, each = gradient(policy, prompt=400, **options)
+    other, each = gradient(dense, prompt=400, **options)
     assert 2 * tokens < sum(ids.numel() for ids in read)
     assert other == pytest.approx(log, rel=1e-4, abs=1e-6)
     for a, b in zip(whole, each, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_micro_batches_are_of_one_group_where_that_shares_a_prompt(policy, qwen36_dir):
+def test_micro_batches_are_of_one_group_where_that_shares_a_prompt(dense, qwen36_dir):
     """Elsewhere, with recurrent layers or harnesses of their own, like lengths stand together."""
 
     def made(policy, prompts, **options):
@@ -196,9 +201,9 @@ def test_micro_batches_are_of_one_group_where_that_shares_a_prompt(policy, qwen3
         return [(m[0], m[5], m[1].shape[1]) for m in rl.micro_batches(policy, told, [0, 1, 2, 3], cfg, common.ALONE)]
 
     alike, apart = [([0, 1], 32, 128), ([2, 3], 32, 128)], [([0, 2, 3], 0, 128), ([1], 0, 128)]
-    assert made(policy, (1, 1, 2, 2)) == alike and made(policy, (1, 2, 1, 2)) == apart
+    assert made(dense, (1, 1, 2, 2)) == alike and made(dense, (1, 2, 1, 2)) == apart
     assert made(rl.load(qwen36_dir), (1, 1, 2, 2)) == apart
-    assert made(policy, (1, 1, 2, 2), shard=True) == apart
+    assert made(dense, (1, 1, 2, 2), shard=True) == apart
 
 
 @pytest.mark.parametrize("minibatch, updates", [([0, 0, 0, 0, 1], 2), ([1, 0, 0, 1, 1], 2), ([1] * 5, 1)])
@@ -211,13 +216,13 @@ def test_a_vote_weighs_the_same_in_whichever_minibatch_it_falls(policy, minibatc
         torch.testing.assert_close(2 * a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_trajectories_without_any_advantage_are_dropped(policy):
+def test_trajectories_without_any_advantage_are_dropped(dense):
     """They have no vote and no token in the update; a batch of nothing else takes no optimizer step."""
     some = torch.zeros(5, 2, dtype=torch.float64)
-    log, moved = gradient(policy, some)
+    log, moved = gradient(dense, some)
     assert log["updates"] == 0 and all(m.abs().max() == 0 for m in moved)
     some[3, 1] = 1.0
-    log, moved = gradient(policy, some)
+    log, moved = gradient(dense, some)
     assert log["updates"] == 1 and -0.7 < log["loss"] < -0.4  # two votes, one of them with A = 1 and a ratio near 1
     assert max(m.abs().max() for m in moved) > 0
 
@@ -228,13 +233,13 @@ def test_the_gradient_is_clipped_and_zero_means_not_at_all(policy):
     assert norms == pytest.approx([log["grad_norm"], 0.1], rel=1e-3) and norms[0] > 0.2
 
 
-def test_without_segments_a_rollout_has_one_vote(policy):
+def test_without_segments_a_rollout_has_one_vote(dense):
     """Its two halves share advantage, ratio and mean: the gradient is that of GSPO over the whole."""
     whole = torch.tensor([[0, 1], [0, 2], [0, 0], [0, -1], [0, 1]], dtype=torch.float64)
-    log, merged = gradient(policy, whole, segments=False)
+    log, merged = gradient(dense, whole, segments=False)
     assert log["updates"] == 1 and log["clip/tool"] == 0
     assert log["loss"] == pytest.approx(-(1 + 2 - 1 + 1) / 4, abs=0.2)  # four votes with ratios near 1
-    apart = gradient(policy, whole[:, [1, 1]])[1]
+    apart = gradient(dense, whole[:, [1, 1]])[1]
     assert not all(torch.allclose(a, b) for a, b in zip(merged, apart, strict=True))
 
 
@@ -247,7 +252,7 @@ def test_truncated_weights_leave_an_exact_engine_alone(policy):
     assert any(g.abs().max() > 0 for g in whole)
     for micro in (1, 2):
         for a, b in zip(whole, gradient(policy, truncate=2.0, micro=micro)[1], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_a_head_that_learns_along_leaves_the_policy_alone(policy):
@@ -318,20 +323,22 @@ def test_a_run_rolls_out_with_drafts(flags, qwen36_dir, tmp_path):
     assert 1 <= step["accepted_length"] <= 3 and 0 <= step["draft_acceptance"] <= 1
 
 
-def test_kl_pulls_towards_the_reference(policy, model_dir):
+def test_kl_pulls_towards_the_reference(policy):
     """Nothing to itself. To another policy it is positive, and a step down its gradient alone makes it smaller."""
     (log, free), (same, itself) = gradient(policy), gradient(policy, kl=10.0, reference=policy)
     assert same == log and all(torch.equal(a, b) for a, b in zip(free, itself, strict=True))
-    other = rl.load(model_dir)
+    other = rl.load(policy.path)
     with torch.no_grad():
         for p in other.model.parameters():
             p.mul_(1.05)
     (log, free), (held, pulled) = gradient(policy), gradient(policy, kl=1.0, reference=other)
+    pull = [b - a for a, b in zip(free, pulled, strict=True)]
+    apart, steep = held["loss"] - log["loss"], sum(p.square().sum().item() for p in pull)
     with torch.no_grad():
-        for p, a, b in zip(policy.model.parameters(), free, pulled, strict=True):
-            p -= 0.01 * (b - a)
+        for p, step in zip(policy.model.parameters(), pull, strict=True):
+            p -= 0.1 * apart / steep * step  # a tenth of the way, were it a line
     closer = gradient(policy, kl=1.0, reference=other)[0]["loss"] - gradient(policy)[0]["loss"]
-    assert 0 < closer < 0.99 * (held["loss"] - log["loss"])
+    assert 0.8 * apart < closer < 0.95 * apart
 
 
 def test_all_rollouts_are_kept_if_asked_for(flags, tmp_path):
