@@ -30,8 +30,8 @@ Without a deadline a run is reproducible bit for bit; in another batch, or with 
 For Hugging Face causal LMs whose layers have full attention and take an attention function of ours, or gated-delta
 recurrence (tested with Qwen2, Qwen3, Llama, Qwen3-Next and the text model of Qwen3.5 and 3.6 with experts); others are
 refused. The device is the model's; tested on CPU, not yet on CUDA.
-Left out: trees of drafts and sampled drafts, sliding windows, paged memory, tensor parallelism; a serving engine has
-those.
+Left out: CUDA graphs of the decode step (its rows come and go), trees of drafts and sampled drafts, sliding windows,
+paged memory, tensor parallelism; a serving engine has those.
 """
 
 import math

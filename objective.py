@@ -108,8 +108,8 @@ def segment_advantages(
 ) -> Tensor:
     """A_hat of the header for each trajectory and segment: (N, 2), columns tool and reply.
 
-    rewards: name -> (N,), NaN = not scored; penalty: p_i (N, 2); present (N, 2): the trajectory has that segment;
-    valid (N,): False for truncated or unscored ones, which leave every baseline; groups (N,): ids.
+    rewards: name -> (N,), NaN = not scored; penalty: p_i (N, 2); present (N, 2): the trajectory has that segment; valid
+    (N,): False for those that are not scored or masked, which leave every baseline; groups (N,): ids.
 
     Every baseline runs over the whole group, whether or not a trajectory has the segment: "those that called a tool" is
     the policy's own choice, and a baseline that depends on it is biased. The choice not to call is made in the first

@@ -289,8 +289,9 @@ def read_logs(path: str, h: Harness) -> list[Log]:
                        [{"function": {"name": "get_inventory", "arguments": {"link_id": 3}}}]}, ...]
 
     Tools, parameters and skills go by their names in the harness, or by their ids. A context needs `links` only. One in
-    ten is held out. Under augmented harnesses the others are told in turn until there are --samples, so a few dialogues
-    are told often (the log says how often); under the original alone each is told once: a copy would only weigh more.
+    ten is held out, --held-out at most. Under augmented harnesses the others are told in turn until there are
+    --samples, so a few dialogues are told often (the log says how often); under the original alone each is told once: a
+    copy would only weigh more.
     """
     logs = []
     for n, line in enumerate(read_text(path).split("\n"), 1):
