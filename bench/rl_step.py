@@ -1,10 +1,11 @@
 """Seconds of one RL step, rollouts and update: rl.py beside TRL's GRPOTrainer with a tool environment, on one machine.
 
 A step is the same on both sides: `--groups` x `--group-size` rollouts of a live room's requests under the harness, with
-its real tools, and one AdamW step on all of them in micro-batches of `--micro`: fp32, sequence-level ratios, no KL,
-the same weights to begin with. Lengths are equal because both draw every token from the model, but hear the words of
-the teacher and draw as many of them: no stop token ends a state, the teacher's does. What each side then holds is
-compared token by token, and TRL's own count of tokens with ours.
+its real tools, and one AdamW step on all of them in micro-batches of `--micro` (of one group at most in rl.py): fp32,
+no KL, the same weights to begin with, ratios of whole sequences there and of segments here. Lengths are equal because
+both draw every token from the model, but hear the words of the teacher and draw as many of them: no stop token ends a
+state, the teacher's does. What each side then holds is compared token by token, and TRL's own count of tokens with
+ours.
 
 What differs is how. rl.py keeps a rollout's cache over its turns and computes a group's prompt once, in the rollouts
 and in each micro-batch of the update; GRPOTrainer generates from the whole history in each turn, padded to the longest,
@@ -61,7 +62,7 @@ class Config:
     world: str = option(str(ROOT / "data/world/zh.json"), "world file")
     groups: int = option(12, "tasks per step", min=1)
     group_size: int = option(8, "rollouts per task", min=2)
-    micro: int = option(16, "sequences per forward and backward pass", min=1)
+    micro: int = option(16, "sequences per forward and backward pass at most", min=1)
     steps: int = option(6, "steps of each side, the first of which is not timed", min=2)
     sizes: tuple[int, ...] = option((2, 4, 8, 12), "groups per step of the fit over rollouts, three or more", min=1)
     stretch: tuple[int, ...] = option((1, 2, 3, 4), "times that reasoning is said, of the fit over tokens", min=1)
