@@ -45,7 +45,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
+from common import BadInput, Dist, Run, Stop, cli, dist, option, parse, read_text
 from curves import draw
 from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
 
@@ -303,7 +303,8 @@ def read_rollouts(pattern: str | Path, vocab: int, context: int) -> tuple[list[S
     """
     rows, long, silent = [], 0, 0
     files = sorted(glob.glob(str(pattern))) or [pattern]
-    for path, n, line in ((file, n, line) for file in files for n, line in enumerate(lines_of(file), 1)):
+    lines = ((file, n, line) for file in files for n, line in enumerate(read_text(file).split("\n"), 1) if line.strip())
+    for path, n, line in lines:
         try:
             data = json.loads(line)
             ids, mask = data["ids"], data["mask"]
@@ -319,13 +320,6 @@ def read_rollouts(pattern: str | Path, vocab: int, context: int) -> tuple[list[S
         if len(ids) <= context and not short:
             rows.append((ids, mask))
     return rows, f"{pattern}: {len(rows)} rollouts; left out: {long} beyond --context, {silent} with nothing to draft"
-
-
-def lines_of(path: str) -> list[bytes]:
-    try:
-        return Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise BadInput(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def ready(cfg: Config, ranks: Dist) -> tuple[Policy, str]:
