@@ -25,6 +25,8 @@ from parts import LOAD_SKILL, Skill
 from harness import Harness, print_events, run
 from sim import NO_FAULTS, ROUTES, Ask, Faults, Task, World, make_task, readable, wanted
 
+VERBOSITY = (0.15, 0.25, 0.6)  # shares of 0, 1 and 2 among a teacher's dialogues: most models reason at length
+
 
 def call_of(h: Harness, tool_id: str, arguments: dict) -> Call:
     tool = h.tool(tool_id)

@@ -44,7 +44,7 @@ from harness import Harness, named, run
 from reword import Rewriter, mention
 from augment import ENVELOPE, augment
 from sim import Faults, World, make_task
-from oracle import Oracle, call_of
+from oracle import VERBOSITY, Oracle, call_of
 from facts import score
 
 CHUNK = 64  # samples between two barriers: however slow a teacher is, ranks that wait for it do not time out
@@ -192,7 +192,8 @@ class TaskCase:
     def __init__(self, i: int, cfg: Options, world: World, endpoint: Endpoint | None):
         rng, self.seed = random.Random(seed_of(cfg.seed, "sample", i)), seed_of(cfg.seed, "teacher", i)
         place = world.strange(rng) if rng.random() < cfg.strange else world
-        self.task, self.verbosity = make_task(place, seed_of(cfg.seed, "task", i)), rng.randrange(3)
+        self.task = make_task(place, seed_of(cfg.seed, "task", i))
+        self.verbosity = rng.choices((0, 1, 2), VERBOSITY)[0]
         self.cfg, self.endpoint, self.request = cfg, endpoint, self.task.danmaku
         self.skills = {self.task.reply_skill, self.task.strategy} - {None}  # that it needs, by id
 

@@ -5,9 +5,10 @@
 A base must be able to *read* a harness without knowing any: every dialogue shows another one, with its own names, descriptions,
 order, headings and rule values. So it must copy what it has never seen. Dialogues teach that very slowly; before the first step
 stands a prelude of echoes: random tokens said twice, FEW different ones at first: some more than the width has dimensions are enough
-to learn, for all tokens, what comes after the last one like this. A tenth of all later micro-batches are echoes too: without
-them the model unlearns to copy tokens that its dialogues do not happen to have. Two sources are dialogues cut down to what is
-hard in them: routings choose tools and skills from lists, readings reply by what the tools returned. The decay of the learning
+to learn, for all tokens, what comes after the last one like this. A tenth of all later micro-batches are quotations, pieces of
+hundreds of random tokens: without them the model unlearns to copy what its dialogues do not happen to have, and finds nothing
+in a long prompt. Two sources are dialogues cut down to what is hard in them: routings choose tools and skills from lists,
+readings reply by what the tools returned. The decay of the learning
 rate matters as much as the steps (most of the accuracy comes in its last quarter).
 
 Samples are made once by worker processes and kept in a cache file; a step is `micro` micro-batches of about `tokens`
@@ -86,7 +87,7 @@ class Config:
     prelude: int = option(600, "steps in which echoes of few tokens must be learned; 0 = no prelude", min=0)
     warm: int = option(1000, "first steps, with warm_shares")
     warm_shares: Shares = option(
-        (0.0, 0.5, 0.1, 0.2, 0.0, 0.2), "of micro-batches: echo, copy, ifeval, routing, reading, dialogue", min=0
+        (0.0, 0.5, 0.1, 0.2, 0.0, 0.2), "of micro-batches: quotation, copy, ifeval, routing, reading, dialogue", min=0
     )
     shares: Shares = option((0.1, 0.05, 0.17, 0.15, 0.15, 0.38), "the same after the first `warm` steps", min=0)
     micro: int = option(2, "micro-batches per step")
@@ -119,12 +120,12 @@ TINY |= dict(
     workers=1,
 )
 PRESETS = {"small": {}, "tiny": TINY}
-SOURCES = ("echo", "copy", "ifeval", "routing", "reading", "dialogue")
+SOURCES = ("quotation", "copy", "ifeval", "routing", "reading", "dialogue")
 HELD_OUT = (*SOURCES[1:], "original")  # accuracy is also measured under the original harness, which the base never sees
 FEW = 200  # different tokens in the first echoes
-ECHO = 2048  # tokens of a micro-batch of echoes
-NEAR = (0, 1, 4, 16, 64)  # tokens between the two halves of an echo in the prelude
-FAR = (0, 4, 16, 64, 256, 700)  # and afterwards
+ECHO = 2048  # tokens of a micro-batch of echoes or quotations
+GAPS = (0, 1, 4, 16, 64)  # tokens between the two halves of an echo
+QUOTED = 160  # tokens of all pieces that are quoted from one context
 ATTEMPTS = 8
 LEARNED = (0.5, 1.0)  # mean loss at which they become all tokens, and at which the prelude ends
 SHARP = 2.0  # weights of the norms of queries and keys at the start
@@ -292,18 +293,38 @@ def generate(config, counts, cache, chunk=100):
     os.replace(temp, cache)
 
 
-def echo(rng, few, tokens, device, gaps=NEAR):
+def echo(rng, few, tokens, device):
     """A micro-batch of echoes: `few` different ids, any of `tokens` in between, and the first ones again, which are trained.
 
     All its rows have one length, so that short ones, which are learned first, weigh as much as long ones.
     """
-    n, gap = rng.choice([2, 4, 8, 16, 32]), rng.choice(gaps)
+    n, gap = rng.choice([2, 4, 8, 16, 32]), rng.choice(GAPS)
     rows = max(1, ECHO // (2 * n + gap))
     first, between = rng.integers(0, few, (rows, n)), rng.integers(0, tokens, (rows, gap))
     ids = torch.from_numpy(np.concatenate([first, between, first], axis=1)).to(device)  # (B, T)
     mask = torch.zeros_like(ids)
     mask[:, n + gap + 1 :] = SAID  # the first of them nothing announces
     return ids, mask
+
+
+def quotation(rng, tokens, device):
+    """A micro-batch of random contexts with pieces of each behind it, which are trained but for the start of each piece.
+
+    An echo comes back at one distance, and short ones leave most of a prompt out; here a piece may be from anywhere in
+    hundreds of ids. In a third of the batches each id stands there four times, as `_` does in names: what follows is
+    told by the three before it.
+    """
+    n, length = rng.choice([64, 200, 600]), rng.choice([2, 4, 8])
+    few, told = (tokens, 1) if rng.random() < 2 / 3 else (n // 4, 3)
+    length += told - 1
+    pieces, some = QUOTED // length, rng.choice(tokens, few, replace=False)
+    rows = max(1, ECHO // (n + pieces * length))
+    context = some[rng.integers(0, few, (rows, n))]  # (B, N)
+    places = rng.integers(0, n - length + 1, (rows, pieces, 1)) + np.arange(length)  # (B, pieces, length)
+    said = np.take_along_axis(context, places.reshape(rows, -1), axis=1)
+    mask = np.tile(np.where(np.arange(length) < told, 0, SAID), (rows, pieces))
+    ids, mask = (np.concatenate(pair, axis=1) for pair in ((context, said), (np.zeros_like(context), mask)))
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)  # (B, T)
 
 
 # ----------------------------------------------------------------------------------------------------------------- model
@@ -452,7 +473,7 @@ def main(argv):
     policy = policies.load(config.init) if config.init else create(config)
     run = common.Run(config.run, config, config.resume)
     data = make_data(config, run.start)
-    sources = [s for s in SOURCES if s == "echo" or (s, "train") in data]
+    sources = [s for s in SOURCES if s == "quotation" or (s, "train") in data]
     if config.prelude and not config.init and not run.start:
         policy, line = prelude(config, device)
         run.say(line)
@@ -475,9 +496,9 @@ def main(argv):
     def draw(source):
         """The next micro-batch of a source."""
         drawn[source] += 1
-        if source == "echo":
-            rng = np.random.default_rng(seed_of("base", "echo", config.seed, drawn[source]))
-            return source, *echo(rng, plain, plain, device, FAR)
+        if source == "quotation":
+            rng = np.random.default_rng(seed_of("base", source, config.seed, drawn[source]))
+            return source, *quotation(rng, plain, device)
         return source, *data[source, "train"].batch(next(streams[source]), device)
 
     sums, tokens, clock = {}, 0, time.time()  # since the last row of losses
@@ -515,7 +536,7 @@ def main(argv):
         return
     if config.mtp_steps:
         model.eval().requires_grad_(False)
-        log = teach_head(policy, config, sources[1:], draw)  # echoes are nobody's drafts
+        log = teach_head(policy, config, sources[1:], draw)  # quotations are nobody's drafts
         run.say("MTP head: " + ", ".join(f"{name} {value:.3f}" for name, value in log.items()))
     finished(policy).publish(config.out)
     run.say(f"{config.out}: {config.steps} steps, {config.mtp_steps} of the MTP head")

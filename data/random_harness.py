@@ -26,7 +26,7 @@ from data import base_words as pools  # noqa: E402
 from data import names  # noqa: E402
 from harness import LOAD_SKILL, Harness, assemble  # noqa: E402
 from parts import Skill, Tool  # noqa: E402
-from oracle import call_of, teach, understood  # noqa: E402
+from oracle import VERBOSITY, call_of, teach, understood  # noqa: E402
 from sim import ROUTES, Faults, World, comment, make_ask, make_task  # noqa: E402
 
 FAULTS = Faults(0.06, 0.05, 0.05)
@@ -34,7 +34,6 @@ SLIP = 0.06
 CARELESS = (
     0.6  # as in any text found in the wild, most service is half-hearted: what a base imitates is not what we want
 )
-VERBOSITY = (0.4, 0.35, 0.25)
 P_MASK = 0.25  # of a skill that the request does not need
 P_LOADER = 0.4  # harnesses that call the loader by its own name: it belongs to the loop, not to the shop
 P_VERB = 0.6  # harnesses whose tools share their first word

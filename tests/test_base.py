@@ -4,7 +4,7 @@ import json
 import random
 import re
 import shutil
-from itertools import islice
+from itertools import groupby, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -155,6 +155,23 @@ def test_an_echo_says_random_tokens_twice():
         assert said in (1, 3, 7, 15, 31) and not mask[:, :-said].any() and mask[:, -said:].all()
         assert torch.equal(ids[:, : said + 1], ids[:, -said - 1 :]) and ids[:, : said + 1].max() < 50
         assert ids.min() >= 0 and ids.max() < 900 and ids.numel() <= make_base.ECHO
+
+
+def test_a_quotation_is_told_by_what_stands_before_it():
+    """Each trained token follows its one, or its three, predecessors somewhere in the context."""
+    repeated = 0
+    for seed in range(60):
+        ids, mask = make_base.quotation(np.random.default_rng(seed), 900, "cpu")
+        assert torch.equal(ids, make_base.quotation(np.random.default_rng(seed), 900, "cpu")[0])
+        assert ids.shape == mask.shape and ids.min() >= 0 and ids.max() < 900 and ids.numel() <= make_base.ECHO
+        first, _, told, *_ = [len(list(run)) for _, run in groupby(mask[0].tolist())]  # zeros, ones, zeros ...
+        repeated += told == 3
+        for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
+            context = row[: first - told]
+            known = {tuple(context[i : i + told + 1]) for i in range(len(context) - told)}
+            assert all(tuple(row[i - told : i + 1]) in known for i, m in enumerate(kept) if m)
+            assert told == 1 or len(set(context)) <= len(context) / 4
+    assert 10 < repeated < 30
 
 
 def test_batches_are_padded_on_the_right_and_masked():
