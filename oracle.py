@@ -153,7 +153,8 @@ class Oracle:
             clauses.append(w["say"][key].format(**values))
             if ask.kind == "compare":
                 facts += [str(self.task.link(n)["price"]) for n in ask.links]
-            facts += pieces if ask.kind not in w["small_talk_keyword"] else []
+            if ask.kind not in w["small_talk_keyword"]:
+                facts += [ask.key + x for x in pieces] if ask.kind == "attr" else pieces
         opening, must_say = ([str(rules[k])] if k in rules else [] for k in ("opening", "must_say"))
         reply = "，".join([*opening, *clauses, *must_say]) + str(rules.get("closing", "")) + "。"
         thought = note + (th["found"].format(facts="，".join(facts)) if facts else "")
