@@ -204,8 +204,9 @@ def _valued(w: World) -> re.Pattern:
 
 @world_cache
 def _naming(w: World) -> re.Pattern:
-    """(link's number, what stands between it and a name in world.say, the rest of the clause)."""
+    """(link's number, what makes it a reference or leads to a name in world.say, the rest of the clause)."""
     gaps = {gap for text in w["say"].values() for gap in re.findall(r"\{n\}([^{}]*)\{name\}", text)}
+    gaps |= {ref.partition("{n}")[2] for ref in w["ref"]["number"] if ref.startswith("{n}")}
     gaps = "|".join(re.escape(gap) for gap in sorted(gaps, key=len, reverse=True))
     return re.compile(rf"(?<!\d)(\d{{1,9}})({gaps})(?=([^{CLAUSE}]*))")
 
@@ -271,17 +272,20 @@ def _grounded(task: Task, text: str, scope: set[int], facts: list[dict], excused
 
 
 def _misnamed(task: Task, reply: str) -> bool:
-    """Whether another name than its own stands where world.say puts a link's name: after its number.
+    """Whether another name than its own stands where a link's name may stand: after its number.
 
-    What stands there within a template is a name, or fillers and an attribute's value; so is all after "N号链接是".
+    What stands between the number and what a template of world.say says of it is a name, or fillers and an attribute's
+    value; so is all after "N号链接是".
     """
     w = task.world
     for number, gap, text in _naming(w).findall(reply):
         x, tails = task.link(int(number)), []
         for ask in task.asks:
             key, values, _ = wanted(task, ask)
-            if int(number) in ask.links and "{name}" in w["say"][key]:
-                tails.append(re.split(f"[{CLAUSE}]", w["say"][key].partition("{name}")[2].format(**values))[0])
+            if int(number) in ask.links:
+                head, name, tail = w["say"][key].rpartition("{name}")
+                tail = tail if name else tail.removeprefix("{n}" + gap)
+                tails.append(re.split(f"[{CLAUSE}]", tail.format(**values))[0])
         bare = "{n}" + gap in w["ref"]["number"]
         said = next((text.partition(tail)[0] for tail in tails if tail and tail in text), "" if bare else text)
         said = re.sub(w["filler"], "", said.replace(x["name"], ""))

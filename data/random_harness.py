@@ -188,6 +188,7 @@ def _tool(t: Tool, name: str, rng: random.Random) -> Tool:
             if roll < 0.3
             else shown
         )
+        new = shown if new in properties else new
         properties[new], param_ids[new] = schema, t.param_ids[shown]
     parameters = {**t.parameters, "properties": properties, "required": list(properties)}
     return Tool(t.id, name, described("tool", *pools.TOOLS[t.id], rng), parameters, param_ids)

@@ -157,6 +157,14 @@ def test_an_echo_says_random_tokens_twice():
         assert ids.min() >= 0 and ids.max() < 900 and ids.numel() <= make_base.ECHO
 
 
+def test_two_parameters_of_a_tool_never_share_a_name(monkeypatch):
+    monkeypatch.setattr(random_harness, "random_parameter", lambda rng: "num")
+    for seed in range(200):
+        h = random_harness.random_harness(random_harness._original(), random.Random(seed))
+        for t in (t for t in h.tools if not t.id.startswith("extra")):
+            assert set(t.param_ids.values()) == set(random_harness._original().tool(t.id).param_ids.values())
+
+
 def test_a_quotation_is_told_by_what_stands_before_it():
     """Each trained token follows its one, or its three, predecessors somewhere in the context."""
     repeated = 0
