@@ -26,7 +26,7 @@ from data import base_words as pools  # noqa: E402
 from data import names  # noqa: E402
 from harness import LOAD_SKILL, Harness, assemble  # noqa: E402
 from parts import Skill, Tool  # noqa: E402
-from oracle import VERBOSITY, call_of, listed, teach, understood  # noqa: E402
+from oracle import VERBOSITY, call_of, teach, understood  # noqa: E402
 from sim import ROUTES, Faults, World, comment, make_ask, make_task  # noqa: E402
 
 FAULTS = Faults(0.06, 0.05, 0.05)
@@ -300,8 +300,8 @@ def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], l
         ask.ref = ask.ref if room else "number"
         comments.append(comment(world, rng, ask, links))
         think, (tool, _, skill) = world["think"], ROUTES[kind]
-        text = understood(world, ask, links) + (think["plan"].format(tools=listed(h, h.tool(tool))) if tool else "")
-        answers.append(text + think["skill"].format(skill=listed(h, h.skill(skill))) + "。")
+        text = understood(world, ask, links) + (think["plan"].format(tools=h.tool(tool).name) if tool else "")
+        answers.append(text + think["skill"].format(skill=h.skill(skill).name) + "。")
         used |= {tool, skill}
     said = Message("", "\n".join(answers))
     if len(answers) == 1:  # alone it is the first message of a dialogue, calls and all
