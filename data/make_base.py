@@ -17,7 +17,7 @@ packing on a CPU, and no mask). The MTP head comes last, on the same mixture, wh
 loss). Left out: packing, mixture schedules, an MTP loss on the model itself, any text that was not generated here.
 
     python data/make_base.py                         # data/base-small; an hour and a half on two CPU cores
-    python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has three legs (LOG.md)
+    python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has six legs (LOG.md)
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --init data/base-small --steps 0 --mtp-steps 800 ...      # an MTP head for a finished base
     python data/make_base.py --config tiny           # seconds, for tests
