@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import common
@@ -15,6 +16,7 @@ import sft
 from chat import REPLY, TOOL, Call, Message
 from common import ALONE
 from data import make_qwen36
+from harness import Harness
 from model import hidden_states, load, pad_batch, token_logps
 
 CALL = {"name": "get_price", "arguments": {"sku": "A-3", "live_only": True, "tags": ["新", "旧"]}}
@@ -229,8 +231,10 @@ def test_hidden_states_are_those_that_the_lm_head_reads(shared):
 
 def test_sft_and_mtp_run_on_it(qwen36_dir, tmp_path):
     """A whole run under its own chat format; SFT leaves the head as it was, and mtp.py trains it on the samples."""
-    words = ["--config", "tiny", "--device", "cpu", "--model"]
-    sft.main([*words, str(qwen36_dir), "--samples", "3", "--held-out", "1", "--out", str(tmp_path / "sft")])
+    words, h = ["--config", "tiny", "--device", "cpu", "--model"], Harness.load("data/harness")
+    h.copy(limits=replace(h.limits, max_state_tokens=1024)).save(tmp_path / "harness")  # its tokens are bytes
+    flags = ["--harness", str(tmp_path / "harness"), "--samples", "3", "--held-out", "1"]
+    sft.main([*words, str(qwen36_dir), *flags, "--out", str(tmp_path / "sft")])
     tuned, base = load(tmp_path / "sft" / "model"), load(qwen36_dir)
     assert all(torch.equal(a, b) for a, b in zip(tuned.mtp.parameters(), base.mtp.parameters(), strict=True))
     assert not torch.equal(tuned.model.lm_head.weight, base.model.lm_head.weight)
