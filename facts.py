@@ -283,8 +283,9 @@ def _misnamed(task: Task, reply: str) -> bool:
         for ask in task.asks:
             key, values, _ = wanted(task, ask)
             if int(number) in ask.links:
-                head, name, tail = w["say"][key].rpartition("{name}")
-                tail = tail if name else tail.removeprefix("{n}" + gap)
+                _, name, tail = w["say"][key].rpartition("{name}")
+                ref = max((r for r in w["ref"]["number"] if tail.startswith(r)), key=len, default="")
+                tail = tail if name else tail.removeprefix(ref)
                 tails.append(re.split(f"[{CLAUSE}]", tail.format(**values))[0])
         bare = "{n}" + gap in w["ref"]["number"]
         said = next((text.partition(tail)[0] for tail in tails if tail and tail in text), "" if bare else text)
