@@ -56,7 +56,7 @@ class Fact:
 class Oracle:
     """Reads the harness it is given and the world; says the right next message, with reasoning of chosen verbosity.
 
-    verbosity 0, 1, 2: about 15, 35, 60 reasoning tokens a state. slip: probability of one mistake that a hook corrects.
+    verbosity 0, 1, 2: about 20, 40, 70 reasoning tokens a state. slip: probability of one mistake that a hook corrects.
     careless: probability that a reply forgets the rules of its skill, and that it leaves out an ask but for the first.
     No hook corrects these.
     """

@@ -8,8 +8,8 @@ stands a prelude of echoes: random tokens said twice, FEW different ones at firs
 to learn, for all tokens, what comes after the last one like this. A tenth of all later micro-batches are quotations, pieces of
 hundreds of random tokens: without them the model unlearns to copy what its dialogues do not happen to have, and finds nothing
 in a long prompt. Two sources are dialogues cut down to what is hard in them: routings choose tools and skills from lists,
-readings reply by what the tools returned. The decay of the learning
-rate matters as much as the steps (most of the accuracy comes in its last quarter).
+readings reply by what the tools returned. The decay of the learning rate matters as much as the steps (most of the
+accuracy comes in its last quarter).
 
 Samples are made once by worker processes and kept in a cache file; a step is `micro` micro-batches of about `tokens`
 tokens, each of one source and of about one length (causal rows padded on the right to a few fixed lengths: as fast as
