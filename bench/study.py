@@ -4,7 +4,7 @@
     grpo          the sum of the rewards is normalised, not each reward
     sequence      the ratio of a segment with its own gradient         plain: a ratio for each token, as in PPO
     whole         no segments: one advantage, one ratio and one vote for the whole rollout
-    free, dear    reasoning costs nothing, or three times as much
+    free, cheap   reasoning costs nothing, or a fifth: the size of the report, whose runs are longer
     mask          rollouts cut by length are left out, where they have failed otherwise
     hsa, mixed    half of the groups, or of all rollouts, act under augmented harnesses
     smooth        no tool ever fails in training
@@ -39,7 +39,7 @@ VARIANTS = {
     "plain": "--ratio plain",
     "whole": "--no-segments",
     "free": "--think-penalty 0",
-    "dear": "--think-penalty 0.3",
+    "cheap": "--think-penalty 0.1",
     "mask": "--cut mask",
     "hsa": "--harness-mode hsa",
     "mixed": "--harness-mode mixed",

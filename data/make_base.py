@@ -17,6 +17,7 @@ packing on a CPU, and no mask). The MTP head comes last, on the same mixture, wh
 loss). Left out: packing, mixture schedules, an MTP loss on the model itself, any text that was not generated here.
 
     python data/make_base.py                         # data/base-small; an hour and a half on two CPU cores
+    torchrun --nproc_per_node=2 data/make_base.py    # the same with a micro-batch a process
     python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has six legs (LOG.md)
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --init data/base-small --steps 0 --mtp-steps 800 ...      # an MTP head for a finished base
@@ -394,19 +395,22 @@ def picks(config, sources, step):
     return random.Random(seed_of("base", "mix", config.seed, step)).choices(sources, weights, k=config.micro)
 
 
-def train_step(model, optimizer, config, batches):
-    """One optimizer step over micro-batches [(source, ids, mask)]; returns {source: (loss sum, tokens)}."""
+def train_step(model, optimizer, config, batches, ranks=common.ALONE):
+    """One optimizer step over micro-batches [(source, ids, mask)]: {source: (loss sum, tokens)} of those of this rank."""
     total, sums = sum(int((mask[:, 1:] > 0).sum()) for _, _, mask in batches), {}
-    for source, ids, mask in batches:
+    for source, ids, mask in batches[ranks.rank :: ranks.world]:
         logits, targets, _ = said_logits(model, ids, mask)
         loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
         (loss / total).backward()
-        before = sums.get(source, (0.0, 0))
-        sums[source] = (before[0] + loss.item(), before[1] + len(targets))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    optimizer.step()
-    optimizer.zero_grad()
+        sums = merged(sums, {source: (loss.item(), len(targets))})
+    policies.optimizer_step(model, optimizer, config.clip, ranks)
     return sums
+
+
+def merged(*sums):
+    """Several {source: (loss sum, tokens)} as one."""
+    sources = sorted(set().union(*sums))
+    return {s: tuple(map(sum, zip(*(each[s] for each in sums if s in each), strict=True))) for s in sources}
 
 
 def set_rate(optimizer, rate):
@@ -448,31 +452,38 @@ def prelude(config, device):
     return policy, f"prelude: echoes were {when}, weights {attempt + 1}"
 
 
-def teach_head(policy, config, sources, draw):
+def teach_head(policy, config, sources, draw, ranks):
     """Train the MTP head, a new one if there is none: what its learner logs of the last `log_every` steps."""
     policy.mtp = policy.mtp or policies.MTP(policy.model, seed_of("base", "mtp", config.seed) % 2**63)
     policy.mtp.float()
     learner, log = mtp.Learner(policy, config.mtp_lr), {}
     shape = dataclasses.replace(config, lr=config.mtp_lr)
-    for step in (bar := tqdm(range(1, config.mtp_steps + 1), "MTP head")):
+    for step in (bar := tqdm(range(1, config.mtp_steps + 1), "MTP head", disable=ranks.rank > 0)):
         set_rate(learner.optimizer, policies.learning_rate(step, config.mtp_steps, shape))
-        for source in picks(config, sources, config.steps + step):
-            _, ids, mask = draw(source)
+        batches = [draw(source) for source in picks(config, sources, config.steps + step)]
+        for _, ids, mask in batches[ranks.rank :: ranks.world]:
             learner.read(ids, (mask > 0).long())
-        learner.step(common.ALONE)
+        learner.step(ranks)
         if step % config.log_every == 0 or step == config.mtp_steps:
-            log = learner.log(common.ALONE)
+            log = learner.log(ranks)
             bar.set_postfix({name: f"{log[name]:.3f}" for name in ("loss", "length", "greedy_length")})
     return log
 
 
 def main(argv):
     config = parse(Config, PRESETS, argv, __doc__)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = common.dist()
+    if config.micro % ranks.world:
+        raise BadInput(f"--micro {config.micro} must be a multiple of the {ranks.world} processes")
+    device = ranks.device
     tokenizer_file(config)  # before Run, as is the policy: what is refused leaves no directory
     policy = policies.load(config.init) if config.init else create(config)
-    run = common.Run(config.run, config, config.resume)
-    data = make_data(config, run.start)
+    run = common.Run(config.run, config, config.resume, ranks=ranks)
+    if ranks.rank == 0:
+        data = make_data(config, run.start)
+    ranks.barrier()
+    if ranks.rank > 0:  # what rank 0 has made
+        data = make_data(config, run.start)
     sources = [s for s in SOURCES if s == "quotation" or (s, "train") in data]
     if config.prelude and not config.init and not run.start:
         policy, line = prelude(config, device)
@@ -484,7 +495,7 @@ def main(argv):
     )
     drawn = dict.fromkeys(sources, 0)  # micro-batches taken of each source: the data cursor
     if run.start:
-        state = common.load_checkpoint(run.dir)[2]
+        state = common.load_checkpoint(run.dir, ranks)[2]
         model.load_state_dict(state["model"])  # float32: the bf16 copy beside it is for use, not for training on
         optimizer.load_state_dict(state["optimizer"])
         drawn = state["drawn"]
@@ -502,17 +513,15 @@ def main(argv):
         return source, *data[source, "train"].batch(next(streams[source]), device)
 
     sums, tokens, clock = {}, 0, time.time()  # since the last row of losses
-    bar = tqdm(range(run.start + 1, config.steps + 1), "base", config.steps, initial=run.start)
-    with Stop() as stop:
+    bar = tqdm(range(run.start + 1, config.steps + 1), "base", config.steps, initial=run.start, disable=ranks.rank > 0)
+    with Stop(ranks) as stop:
         for step in bar:
             batches = [draw(source) for source in picks(config, sources, step)]
             set_rate(optimizer, policies.learning_rate(step, config.steps, config))
-            for source, (loss, n) in train_step(model, optimizer, config, batches).items():
-                before = sums.get(source, (0.0, 0))
-                sums[source] = (before[0] + loss, before[1] + n)
+            sums = merged(sums, train_step(model, optimizer, config, batches, ranks))
             tokens += sum(ids.numel() for _, ids, _ in batches)
             if step % config.log_every == 0 or step == config.steps:
-                row = {f"loss_{source}": loss / n for source, (loss, n) in sorted(sums.items())}
+                row = {f"loss_{source}": loss / n for source, (loss, n) in merged(*ranks.all(sums)).items()}
                 run.log(
                     step,
                     **row,
@@ -521,24 +530,23 @@ def main(argv):
                 )
                 bar.set_postfix({name[5:]: f"{loss:.3f}" for name, loss in row.items()})
                 sums, tokens, clock = {}, 0, time.time()
-            if step % config.eval_every == 0 or step == config.steps:
+            if ranks.rank == 0 and (step % config.eval_every == 0 or step == config.steps):  # the others wait below
                 row = {}
                 for source in (s for s in HELD_OUT if (s, "test") in data):
                     found = accuracy(model, data[source, "test"], 4 * config.tokens, device)
                     row[f"whole_{source}"], row[f"token_{source}"] = found
                 run.log(step, **row)
-            if step % config.save_every == 0 or step == config.steps or stop.requested:
+            if (ended := stop.requested) or step % config.save_every == 0 or step == config.steps:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": drawn}
-                common.save_checkpoint(run.dir, step, finished(policy).save, state)
-            if stop.requested:
+                common.save_checkpoint(run.dir, step, finished(policy).save, state, ranks)
+            if ended:
                 break
-    if stop.requested:
-        return
     if config.mtp_steps:
         model.eval().requires_grad_(False)
-        log = teach_head(policy, config, sources[1:], draw)  # quotations are nobody's drafts
+        log = teach_head(policy, config, sources[1:], draw, ranks)  # quotations are nobody's drafts
         run.say("MTP head: " + ", ".join(f"{name} {value:.3f}" for name, value in log.items()))
-    finished(policy).publish(config.out)
+    if ranks.rank == 0:
+        finished(policy).publish(config.out)
     run.say(f"{config.out}: {config.steps} steps, {config.mtp_steps} of the MTP head")
 
 

@@ -217,21 +217,37 @@ def test_accuracy_counts_whole_samples_and_leaves_reasoning_out():
 
 
 def test_the_loss_is_one_mean_over_the_step():
-    """Two micro-batches move the weights as one batch with both does."""
-    made = [make_base.parse(make_base.Config, make_base.PRESETS, ["--config", "tiny", "--out", str(BASE)])] * 2
+    """Two micro-batches move the weights as one batch with both does, and so do two ranks with one each."""
+
+    class Rank(common.Dist):
+        """Keeps what it is asked to sum: `sent`, a list of gradients."""
+
+        def all_reduce_sum(self, tensor):
+            sent[self.rank].append(tensor.flatten().clone())
+            return tensor
+
+    config = make_base.parse(make_base.Config, make_base.PRESETS, ["--config", "tiny", "--out", str(BASE)])
+    config.clip = 1e9
     ids = torch.randint(1, 99, (2, 32), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros_like(ids)
     mask[0, 4:7], mask[1, 9:30] = 1, 1  # unequal token counts: a mean of means would differ
-    grads = []
-    for config, split in zip(made, ([(0, 2)], [(0, 1), (1, 2)])):
-        model = make_base.create(config).model
+    whole, halves, sent = [(0, 2)], [(0, 1), (1, 2)], {}
+
+    def gradient(split, rank=0, world=1):
+        model, sent[rank] = make_base.create(config).model, []
+        batches = [("copy", ids[a:b], mask[a:b]) for a, b in split]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer.zero_grad = lambda: None
-        config.clip = 1e9
-        sums = make_base.train_step(model, optimizer, config, [("copy", ids[a:b], mask[a:b]) for a, b in split])
-        assert sums["copy"][1] == 24
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.allclose(*grads, atol=0.02 * grads[0].abs().max())  # bf16
+        sums = make_base.train_step(model, optimizer, config, batches, Rank(rank, world))
+        return torch.cat(sent[rank]), sums["copy"]
+
+    (one, (loss, n)), (two, _) = gradient(whole), gradient(halves)
+    assert n == 24 and torch.allclose(one, two, atol=0.02 * one.abs().max())  # bf16
+    ranks = [gradient(halves, rank, 2) for rank in range(2)]
+    assert torch.equal(ranks[0][0] + ranks[1][0], two)
+    merged = make_base.merged(*({"copy": sums} for _, sums in ranks), {"ifeval": (1.0, 2)})
+    assert (
+        merged["copy"][1] == 24 and merged["copy"][0] == pytest.approx(loss, rel=0.01) and merged["ifeval"] == (1.0, 2)
+    )
 
 
 def test_resume_continues_bit_for_bit_and_the_result_loads(tmp_path):
