@@ -34,12 +34,16 @@ def call_of(h: Harness, tool_id: str, arguments: dict) -> Call:
     return Call(tool.name, {shown[k]: v for k, v in arguments.items()})
 
 
-def understood(w: World, ask: Ask, links: list[dict]) -> str:
-    """The oracle's words for one ask: which link is meant, before anything is said of it, then what is asked."""
-    th, which = w["think"], w["think"]["link"].get(ask.ref, "")
+def asked(w: World, ask: Ask) -> str:
+    """The oracle's words for what is asked."""
     kind = "ask_compare" if ask.other else "ask" if ask.link else "ask_room" if ask.kind == "promo" else "talk"
-    which = which.format(n=ask.link, name=links[ask.link - 1]["name"]) if ask.link else ""
-    return which + th[kind].format(n=ask.link, m=ask.other, topic=w["topic"][ask.kind].format(key=ask.key))
+    return w["think"][kind].format(n=ask.link, m=ask.other, topic=w["topic"][ask.kind].format(key=ask.key))
+
+
+def understood(w: World, ask: Ask, links: list[dict]) -> str:
+    """The same, behind which link is meant."""
+    which = w["think"]["link"].get(ask.ref, "") if ask.link else ""
+    return which.format(n=ask.link, name=links[ask.link - 1]["name"] if which else "") + asked(w, ask)
 
 
 @dataclass
@@ -98,7 +102,7 @@ class Oracle:
             return self._reply(note)
         tools = [call_of(self.h, f.tool, f.arguments) for f in self.sent]
         loads = [call_of(self.h, LOAD_SKILL, {"skill": s.name}) for s in skills]
-        return Message(self._plan(note, tools, skills), "", tools + loads)
+        return Message(self._plan(note, skills), "", tools + loads)
 
     def _read(self, messages: list[dict]) -> str:
         """Takes in the results of the calls just made; returns what reasoning has to say about failures."""
@@ -110,7 +114,8 @@ class Oracle:
             fact.data, fact.tries = readable(message["content"]), fact.tries + 1
             if fact.data is not None:
                 continue
-            names, other = {"tools": self.h.tool(fact.tool).name}, ROUTES[fact.ask.kind][1]
+            which = self.think["at"].format(n=fact.arguments["link_id"]) if "link_id" in fact.arguments else ""
+            names, other = {"tools": which + self.h.tool(fact.tool).name}, ROUTES[fact.ask.kind][1]
             if "permission" not in message["content"] and fact.tries < 2:
                 notes.append(self.think["retry"].format(**names))
             elif other and fact.tool != other and self.h.tool(other):
@@ -124,19 +129,22 @@ class Oracle:
     def _forgets(self) -> bool:
         return self.rng.random() < self.careless
 
-    def _plan(self, note: str, tools: list[Call], skills: list[Skill]) -> str:
-        """Reasoning of a tool-call state: what is asked, and which tools and skills will tell."""
-        th, w = self.think, self.task.world
+    def _plan(self, note: str, skills: list[Skill]) -> str:
+        """Reasoning of a tool-call state: what is asked, each with the tool that will tell, and the skills."""
+        th, w, said = self.think, self.task.world, []
         parts = [note]
-        if self.state == 1:
-            if self.verbosity:
-                parts.append(self.rng.choice(th["read"]).format(danmaku="，".join(self.task.danmaku)))
-            parts.append("，".join(understood(w, ask, self.task.links) for ask in self.task.asks))
-        if tools and not note:
-            parts.append(th["plan"].format(tools="、".join(dict.fromkeys(c.name for c in tools))))
+        if self.state == 1 and self.verbosity:
+            parts.append(self.rng.choice(th["read"]).format(danmaku="，".join(self.task.danmaku)))
+        for ask in self.task.asks:
+            tools = [self.h.tool(f.tool).name for f in self.sent if f.ask is ask and not note]
+            words = understood(w, ask, self.task.links) if self.state == 1 else asked(w, ask) if tools else ""
+            plan = th["plan"].format(tools="、".join(dict.fromkeys(tools))) if tools else ""
+            said += [words + plan] if words else []
+        parts.append("，".join(said))
         parts += [th["skill" if s.kind == "reply" else "strategy"].format(skill=s.name) for s in skills]
         text = "".join(parts).strip("，。") + "。"
-        return text + "".join(self.rng.sample(th["verbose"], 2) if self.verbosity == 2 else [])
+        more = min(2, 3 - len(said)) if self.verbosity == 2 else 0  # two asks are long enough for one state
+        return text + "".join(self.rng.sample(th["verbose"], more))
 
     def _reply(self, note: str) -> Message:
         """A reply state: every fact that was read, an honest word for the rest, by the rules of the skill."""
@@ -151,10 +159,15 @@ class Oracle:
                 continue
             key, values, pieces = wanted(self.task, ask)
             clauses.append(w["say"][key].format(**values))
+            if ask.kind in w["small_talk_keyword"]:
+                continue
+            pieces = [ask.key + x for x in pieces] if ask.kind == "attr" else pieces
+            at = {n: th["at"].format(n=n) for n in ask.links}
             if ask.kind == "compare":
-                facts += [str(self.task.link(n)["price"]) for n in ask.links]
-            if ask.kind not in w["small_talk_keyword"]:
-                facts += [ask.key + x for x in pieces] if ask.kind == "attr" else pieces
+                facts += [at[n] + str(self.task.link(n)["price"]) for n in ask.links]
+            elif ask.link and len(self.task.asks) > 1:  # which answer is whose
+                pieces = [at[ask.link] + pieces[0], *pieces[1:]]
+            facts += pieces
         opening, must_say = ([str(rules[k])] if k in rules else [] for k in ("opening", "must_say"))
         reply = "，".join([*opening, *clauses, *must_say]) + str(rules.get("closing", "")) + "。"
         thought = note + (th["found"].format(facts="，".join(facts)) if facts else "")

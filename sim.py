@@ -84,7 +84,7 @@ SHAPE = {  # keys that a world file must have -> what must stand under each, if 
     "faq_answer": ("yes", "no"),
     "small_talk_keyword": tuple(KINDS["small_talk"]),
     "think": tuple(
-        "read ask ask_room ask_compare talk link plan skill strategy verbose found retry swap denied rules"
+        "read ask ask_room ask_compare talk link plan skill strategy verbose found at retry swap denied rules"
         " verbose_reply fix".split()
     ),
 }

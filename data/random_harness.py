@@ -29,7 +29,7 @@ from parts import Skill, Tool  # noqa: E402
 from oracle import VERBOSITY, call_of, teach, understood  # noqa: E402
 from sim import ROUTES, Faults, World, comment, make_ask, make_task  # noqa: E402
 
-FAULTS = Faults(0.06, 0.05, 0.05)
+FAULTS = Faults(0.1, 0.08, 0.1)
 SLIP = 0.06
 CARELESS = (
     0.6  # as in any text found in the wild, most service is half-hearted: what a base imitates is not what we want

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import common
 from chat import REPLY, Call, Codec, Message
 from common import BadInput
-from data import general, make_base, make_tokenizer, names, random_harness
+from data import base_samples, general, make_base, make_tokenizer, names, random_harness
 
 BASE = make_tokenizer.ROOT / "data" / "base-small"
 CODEC = Codec(Tokenizer.from_file(str(BASE / "tokenizer.json")))
@@ -110,15 +110,15 @@ def test_building_twice_gives_the_same_tokenizer():
 # samples and batches
 
 
-@pytest.mark.parametrize("source", make_base.HELD_OUT)
+@pytest.mark.parametrize("source", base_samples.HELD_OUT)
 def test_samples_are_seeded_and_train_what_the_assistant_says(tokenizer, source):
     codec = Codec(tokenizer)
-    ids, mask = make_base.make_sample(codec, source, 5, "test", 0.6)
-    assert (ids, mask) == make_base.make_sample(codec, source, 5, "test", 0.6)
+    ids, mask = base_samples.make_sample(codec, source, 5, "test", 0.6)
+    assert (ids, mask) == base_samples.make_sample(codec, source, 5, "test", 0.6)
     assert len(ids) == len(mask) and mask[0] == 0
-    assert ids[-1] == codec.added["<|im_end|>"] and mask[-1] == make_base.SAID
-    said = codec.decode([i for i, m in zip(ids, mask) if m == make_base.SAID])
-    thought = codec.decode([i for i, m in zip(ids, mask) if m == make_base.THOUGHT])
+    assert ids[-1] == codec.added["<|im_end|>"] and mask[-1] == base_samples.SAID
+    said = codec.decode([i for i, m in zip(ids, mask) if m == base_samples.SAID])
+    thought = codec.decode([i for i, m in zip(ids, mask) if m == base_samples.THOUGHT])
     assert "<|im_start|>" not in said + thought
     assert "<think>" not in said or source == "routing"  # there the choice in the reasoning is what is scored
 
@@ -134,13 +134,13 @@ def test_dialogues_never_show_a_name_of_the_shipped_harness(tokenizer):
 
 def samples(lengths):
     ids = np.concatenate([np.full(n, i + 1, np.uint16) for i, n in enumerate(lengths)])
-    return make_base.Samples(ids, np.ones(len(ids), np.uint8), lengths)
+    return base_samples.Samples(ids, np.ones(len(ids), np.uint8), lengths)
 
 
 def test_a_reading_trains_the_replies_alone_and_shows_no_lists(tokenizer):
     codec = Codec(tokenizer)
     for seed in range(12):
-        ids, mask = make_base.make_sample(codec, "reading", seed, "train", 1.0)
+        ids, mask = base_samples.make_sample(codec, "reading", seed, "train", 1.0)
         whole = random_harness.dialogue(codec, seed, strange=1.0, lists=False)
         assert ids == whole.ids and any(mask)
         assert all((m > 0) == (s == REPLY and w) for m, s, w in zip(mask, whole.segment, whole.mask, strict=True))
@@ -149,12 +149,12 @@ def test_a_reading_trains_the_replies_alone_and_shows_no_lists(tokenizer):
 
 def test_an_echo_says_random_tokens_twice():
     for seed in range(40):
-        ids, mask = make_base.echo(np.random.default_rng(seed), 50, 900, "cpu")
-        assert torch.equal(ids, make_base.echo(np.random.default_rng(seed), 50, 900, "cpu")[0])
+        ids, mask = base_samples.echo(np.random.default_rng(seed), 50, 900, "cpu")
+        assert torch.equal(ids, base_samples.echo(np.random.default_rng(seed), 50, 900, "cpu")[0])
         said = int(mask[0].sum())
         assert said in (1, 3, 7, 15, 31) and not mask[:, :-said].any() and mask[:, -said:].all()
         assert torch.equal(ids[:, : said + 1], ids[:, -said - 1 :]) and ids[:, : said + 1].max() < 50
-        assert ids.min() >= 0 and ids.max() < 900 and ids.numel() <= make_base.ECHO
+        assert ids.min() >= 0 and ids.max() < 900 and ids.numel() <= base_samples.ECHO
 
 
 def test_two_parameters_of_a_tool_never_share_a_name(monkeypatch):
@@ -169,9 +169,9 @@ def test_a_quotation_is_told_by_what_stands_before_it():
     """Each trained token follows its one, or its three, predecessors somewhere in the context."""
     repeated = 0
     for seed in range(60):
-        ids, mask = make_base.quotation(np.random.default_rng(seed), 900, "cpu")
-        assert torch.equal(ids, make_base.quotation(np.random.default_rng(seed), 900, "cpu")[0])
-        assert ids.shape == mask.shape and ids.min() >= 0 and ids.max() < 900 and ids.numel() <= make_base.ECHO
+        ids, mask = base_samples.quotation(np.random.default_rng(seed), 900, "cpu")
+        assert torch.equal(ids, base_samples.quotation(np.random.default_rng(seed), 900, "cpu")[0])
+        assert ids.shape == mask.shape and ids.min() >= 0 and ids.max() < 900 and ids.numel() <= base_samples.ECHO
         first, _, told, *_ = [len(list(run)) for _, run in groupby(mask[0].tolist())]  # zeros, ones, zeros ...
         repeated += told == 3
         for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
@@ -193,7 +193,7 @@ def test_an_epoch_takes_each_sample_once_within_the_budget():
     stream, seen = samples(lengths).groups(2560, seed=1), []
     while len(seen) < 3000:
         group = next(stream)
-        assert len(group) * make_base.padded(max(lengths[i] for i in group)) <= 2560
+        assert len(group) * base_samples.padded(max(lengths[i] for i in group)) <= 2560
         seen += group
     assert sorted(seen) == list(range(3000))
     again = samples(lengths).groups(2560, seed=1)
@@ -208,7 +208,7 @@ def test_accuracy_counts_whole_samples_and_leaves_reasoning_out():
     )
     ids = np.array([0, 1, 1, 0, 2, 1, 0, 2, 1], np.uint16)
     mask = np.array([0, 1, 1, 0, 2, 1, 0, 1, 1], np.uint8)
-    whole, token = make_base.accuracy(model, make_base.Samples(ids, mask, [3, 3, 3]), 64, torch.device("cpu"))
+    whole, token = make_base.accuracy(model, base_samples.Samples(ids, mask, [3, 3, 3]), 64, torch.device("cpu"))
     assert (whole, token) == (pytest.approx(2 / 3), pytest.approx(4 / 5))
 
 
