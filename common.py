@@ -43,6 +43,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING
+from datetime import timedelta
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
@@ -226,8 +227,25 @@ def code_version() -> str:
     return "unknown"
 
 
+def digest(*paths: str | Path) -> str:
+    """12 hexadecimal digits of the contents of files, in this order."""
+    found = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                found.update(block)
+    return found.hexdigest()[:12]
+
+
 def peak_mb() -> float:
-    """Most memory that this process has held so far, in MB; NaN where the system does not tell."""
+    """Most memory that this process has held so far, in MB; NaN where the system does not tell.
+
+    From /proc where there is one: on Linux, ru_maxrss of a process begins with that of the one that started it.
+    """
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
     try:
         import resource
     except ImportError:  # Windows
@@ -293,7 +311,8 @@ def dist(device: str | None = None) -> Dist:
             raise BadInput(f"process {local} has no GPU: {torch.cuda.device_count()} are visible; or use --device cpu")
         torch.cuda.set_device(local)
     if world > 1 and not torch.distributed.is_initialized():  # the stages of hat.py share one
-        torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+        patience = timedelta(days=1)  # one rank may wait for another's teacher; torchrun ends all when one fails
+        torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=patience)
         atexit.register(torch.distributed.destroy_process_group)
     return Dist(rank, world, torch.device(f"cuda:{local}" if kind == "cuda" else kind), torch.distributed)
 
@@ -337,6 +356,8 @@ class Stop:
 class Run:
     """A run directory: config.json, metrics.jsonl (a row per step), log.txt (what was printed), checkpoints.
 
+    config  the options; as a dict, `settings(options) | {...}`, with what else a resume must find the same: the commit
+            of a harness, the digest of a file
     out     the directory; "" = the first free one of `base`, `base`-2, `base`-3, ... (to resume: the last that exists)
     resume  go on from the newest checkpoint; rows after it and files that a kill has torn are removed
     free    more options that a resume may change: `steps`, where no step depends on how many follow
@@ -350,20 +371,16 @@ class Run:
         self.dir = ranks.share(find_run(out, base, resume) if self.rank == 0 else None)
         self.start = max(map(step_of, checkpoints(self.dir)), default=0)
         if self.rank == 0:
-            now = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+            now = config if isinstance(config, dict) else settings(config)
             if resume:
-                self.rewind(now, FREE_ON_RESUME | set(free))
+                same_settings(self.dir, now, free)
+                self.rewind()
             write_json(self.dir / "config.json", now | {"code_version": code_version()})
             options = (f"\n  {name:{max(map(len, now))}}  {value}" for name, value in now.items())
             self.say(f"{self.dir}, {f'resumed after step {self.start}' if resume else 'a new run'}{''.join(options)}")
         ranks.barrier()
 
-    def rewind(self, now: dict, free: set[str]) -> None:
-        saved = read_json(self.dir / "config.json")
-        for name in now.keys() - free:
-            if saved.get(name) != now[name]:
-                change = f"{name} was {saved.get(name)} and is now {now[name]}"
-                raise BadInput(f"{self.dir}: {change}; resume with the same options, or start another run")
+    def rewind(self) -> None:
         remove_torn(self.dir)
         path = self.dir / "metrics.jsonl"
         rows = path.read_text().splitlines(keepends=True) if path.exists() else []  # a kill can tear the last one
@@ -390,6 +407,20 @@ class Run:
         if self.rank == 0:
             with open(self.dir / name, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
+
+
+def settings(config: Any) -> dict:
+    """The options as config.json has them."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def same_settings(run: Path, now: dict, free: Iterable[str] = ()) -> None:
+    """BadInput unless the run in a directory had these settings, but for those that may change."""
+    saved = read_json(run / "config.json")
+    for name in sorted(now.keys() - FREE_ON_RESUME - set(free)):
+        if saved.get(name) != now[name]:
+            change = f"{name} was {saved.get(name)} and is now {now[name]}"
+            raise BadInput(f"{run}: {change}; resume with the same options and files, or start another run")
 
 
 def find_run(out: str, base: str, resume: bool) -> Path:

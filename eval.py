@@ -441,13 +441,17 @@ def main(argv: list[str]) -> None:
     ranks, out = dist(None if cfg.device == "auto" else cfg.device), Path(cfg.out or f"{cfg.model}/eval.json")
     if not cfg.out and not out.parent.is_dir():
         raise BadInput(f"{cfg.model}: no such directory to write eval.json into; --out FILE puts it elsewhere")
+    for name, path in (("out", out), ("trajectories", Path(cfg.trajectories))):
+        if getattr(cfg, name) and path.is_dir():
+            raise BadInput(f"--{name} {path}: is a directory; give the file to write")
     result, trajectories = evaluate_sets(cfg, ranks)
+    if ranks.rank == 0:
+        save_result(out, result)
     if cfg.trajectories:
         path = Path(cfg.trajectories)
         path = path.with_name(f"{path.stem}-{ranks.rank}{path.suffix}") if ranks.rank else path
         write_text(path, "".join(json.dumps(t.to_dict(), ensure_ascii=False) + "\n" for t in trajectories))
     if ranks.rank == 0:
-        save_result(out, result)
         print(report(result))
         print(f"{out}: harness {result['harness_commit']}, code {result['code_version']}")
     ranks.barrier()  # nobody leaves while another still writes

@@ -24,7 +24,6 @@ and leaves all of it in OUT/table.md.
 Left out: another order of the stages, a search for their options.
 """
 
-import hashlib
 import math
 import shlex
 import statistics
@@ -36,7 +35,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from common import BadInput, Dist, Run, cli, closest, dist, option, parse, peak_mb, read_json, write_json, write_text
+from common import BadInput, Dist, Run, cli, closest, digest, dist, option, parse, peak_mb
+from common import read_json, same_settings, settings, write_json, write_text
 
 import eval as evaluation
 import opd
@@ -172,11 +172,10 @@ def refuse(cfg: Config, world: int = 1) -> None:
     for stage, line in lines:
         try:
             parsed = parse(STAGES[stage].Config, STAGES[stage].PRESETS, line)
+            if stage != "eval":
+                STAGES[stage].check(parsed, world)
         except BadInput as error:
             raise BadInput(f"{stage}.py: {error}") from None
-        for name in ("batch", "groups"):
-            if getattr(parsed, name, world) % world:
-                raise BadInput(f"--{stage}: {name} {getattr(parsed, name)} is no multiple of the {world} processes")
     sets = Sets.load(parse(evaluation.Config, evaluation.PRESETS, lines[0][1]).manifest)
     same = sets.original.commit == Harness.load(cfg.harness).commit
     if not (same and sets.world.data == World.load(cfg.world, sets.world.split).data):
@@ -184,11 +183,10 @@ def refuse(cfg: Config, world: int = 1) -> None:
 
 
 def ingredients(cfg: Config) -> dict[str, str]:
-    """What all rows must share, by content: the base, the harness and the world."""
+    """What all rows must share, by content: the base (of a hub its name), the harness and the world."""
     weights = sorted(Path(cfg.model).glob("*.safetensors"))
-    contents = {"model": weights, "world": [Path(cfg.world)]}
-    hashes = {name: hashlib.sha256(b"".join(map(Path.read_bytes, files))) for name, files in contents.items()}
-    return {"harness": Harness.load(cfg.harness).commit} | {k: v.hexdigest()[:12] for k, v in hashes.items()}
+    model = digest(*weights) if weights else cfg.model
+    return {"harness": Harness.load(cfg.harness).commit, "model": model, "world": digest(cfg.world)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,15 +206,26 @@ def timed(path: Path, name: str, ranks: Dist) -> Iterator[None]:
             write_json(path, times)
 
 
+def once(stage: str, line: list[str]) -> None:
+    """A stage in one process, unless its run is finished; an interrupted one goes on. BadInput where options differ."""
+    made = parse(STAGES[stage].Config, STAGES[stage].PRESETS, line)
+    begun = (Path(made.out) / "config.json").exists()
+    if begun:
+        same_settings(Path(made.out), settings(made))
+    if not (Path(made.out) / "model").is_dir():
+        STAGES[stage].main([*line, *(["--resume"] if begun else [])])
+
+
 def perform(cfg: Config, record: Run, ranks: Dist) -> None:
     """Run every stage and evaluation of the plan that is not there yet, seed after seed."""
     clock, evaluated = record.dir / "times.json", {step for rows in tables(cfg).values() for step in rows.values()}
-    noted = record.dir / "ingredients.json"
-    if noted.exists() and (old := read_json(noted)) != (new := ingredients(cfg)):
+    noted, new = record.dir / "ingredients.json", ranks.share(ingredients(cfg) if ranks.rank == 0 else None)
+    if noted.exists() and (old := read_json(noted)) != new:
         changed = ", ".join(k for k in new if new[k] != old.get(k))
         raise BadInput(f"{record.dir}: its rows are of another {changed}; start another --out")
+    ranks.barrier()  # all have looked before one writes
     if ranks.rank == 0:
-        write_json(noted, ingredients(cfg))
+        write_json(noted, new)
 
     def rate(model: str, out: Path, name: str) -> None:
         if not out.exists():

@@ -50,7 +50,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
 
 from chat import Codec
-from common import BadInput, Dist, fsync, no_leftovers, read_json
+from common import BadInput, Dist, fsync, no_leftovers, read_json, seed_of
 
 HEAD_CHUNK = 2048  # sampled tokens per LM-head product: 2048 x 248k logits in fp32 are 2 GB
 BUCKET = 128  # lengths are padded to multiples of this: on a CPU each new shape compiles new bf16 kernels
@@ -406,6 +406,21 @@ def learning_rate(step: int, steps: int, cfg) -> float:
     """Of step 1 .. steps: linear warmup times a linear way to lr_end. cfg: lr, warmup (steps), lr_end (fraction)."""
     decay = 1 - (1 - cfg.lr_end) * (step - 1) / max(1, steps - 1)
     return cfg.lr * min(1.0, step / max(1, cfg.warmup)) * decay
+
+
+def set_rate(optimizer, rate: float) -> float:
+    """Every group of the optimizer at this learning rate; the rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def in_turn(places, count: int, seed: int) -> list[int]:
+    """Which of `count` samples stand at these places of a run: all of them, in another order each epoch."""
+    at = [divmod(place, count) for place in places]
+    seeds = {epoch: seed_of(seed, "order", epoch) for epoch, _ in at}
+    order = {e: torch.randperm(count, generator=torch.Generator().manual_seed(s)) for e, s in seeds.items()}
+    return [int(order[epoch][i]) for epoch, i in at]
 
 
 def optimizer_step(model, optimizer, grad_clip: float, ranks: Dist) -> float:

@@ -45,7 +45,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from common import BadInput, Dist, Run, Stop, cli, dist, option, parse, read_text
+from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, read_text, settings
 from curves import draw
 from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
 
@@ -56,7 +56,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from model import MTP, Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch
+from model import MTP, Policy, hidden_states, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate
 from model import read_mtp as read
 
 WEIGHTS = (0.51, 0.31, 0.18)  # of drafts 1, 2, 3 in the loss
@@ -296,13 +296,18 @@ PRESETS = {
 Sequence = tuple[list[int], list[int]]  # ids, mask
 
 
+def files_of(pattern: str | Path) -> list[str | Path]:
+    """What a pattern with * names, or the file itself."""
+    return sorted(glob.glob(str(pattern))) or [pattern]
+
+
 def read_rollouts(pattern: str | Path, vocab: int, context: int) -> tuple[list[Sequence], str]:
     """The rollouts of the files that have something to draft, and a line on those left out. BadInput says where.
 
     Of each line only ids and mask are read: any recorded or told conversation will do.
     """
     rows, long, silent = [], 0, 0
-    files = sorted(glob.glob(str(pattern))) or [pattern]
+    files = files_of(pattern)
     lines = ((file, n, line) for file in files for n, line in enumerate(read_text(file).split("\n"), 1) if line.strip())
     for path, n, line in lines:
         try:
@@ -347,10 +352,7 @@ def ready(cfg: Config, ranks: Dist) -> tuple[Policy, str]:
 
 def batch_at(step: int, rows: list[Sequence], cfg: Config) -> list[Sequence]:
     """The rollouts of a step's global batch: all of them in another order each epoch, whichever rank asks."""
-    at = [divmod((step - 1) * cfg.batch + i, len(rows)) for i in range(cfg.batch)]
-    seeds = {epoch: seed_of(cfg.seed, "order", epoch) for epoch, _ in at}
-    order = {e: torch.randperm(len(rows), generator=torch.Generator().manual_seed(s)) for e, s in seeds.items()}
-    return [rows[order[epoch][i]] for epoch, i in at]
+    return [rows[i] for i in in_turn(range((step - 1) * cfg.batch, step * cfg.batch), len(rows), cfg.seed)]
 
 
 def read_all(learner: Learner, rows: list[Sequence], cfg: Config, ranks: Dist, train: bool) -> None:
@@ -375,7 +377,8 @@ def main(argv: list[str]):
     if not rows:
         raise BadInput(f"{counted}; nothing to train beside --held-out {cfg.held_out}")
 
-    record = Run(cfg.out, cfg, cfg.resume, f"runs/mtp-{cfg.config}", ranks)
+    inputs = {"rollouts_digest": digest(*files_of(cfg.rollouts))}
+    record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/mtp-{cfg.config}", ranks)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     learner = Learner(policy, cfg.lr, cfg.grad_clip, cfg.temperature, cfg.targets == "soft", cfg.depth)
     before, after = {}, {}
@@ -389,11 +392,10 @@ def main(argv: list[str]):
         for step in range(record.start + 1 if saved else 0, cfg.steps + 1):  # step 0 only evaluates
             started, log = time.perf_counter(), {}
             if step:
-                for group in learner.optimizer.param_groups:
-                    group["lr"] = learning_rate(step, cfg.steps, cfg)
+                lr = set_rate(learner.optimizer, learning_rate(step, cfg.steps, cfg))
                 read_all(learner, batch_at(step, rows, cfg), cfg, ranks, train=True)
                 norm = learner.step(ranks)
-                log = learner.log(ranks) | {"grad_norm": norm, "lr": learning_rate(step, cfg.steps, cfg)}
+                log = learner.log(ranks) | {"grad_norm": norm, "lr": lr}
                 log["seconds"] = time.perf_counter() - started
             if step in (0, cfg.steps) or (cfg.eval_every and step % cfg.eval_every == 0):
                 read_all(learner, held, cfg, ranks, train=False)

@@ -44,7 +44,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
+from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, settings
 from curves import draw
 from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
 
@@ -56,7 +56,7 @@ from tqdm import tqdm
 
 from chat import Trajectory
 from data import general
-from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch
+from model import Policy, hidden_states, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate
 from infer import Engine
 from eval import answer, drive
 
@@ -330,10 +330,8 @@ def prompts_of(prompts: list[list[dict]] | None, step: int, places: range, cfg: 
     if prompts is None:
         rngs = [random.Random(seed_of(cfg.seed, "prompt", step, i)) for i in places]
         return [[{"role": "user", "content": general.sample(rng, "train")["prompt"]}] for rng in rngs]
-    at = [divmod((step - 1) * cfg.batch + i, len(prompts)) for i in places]
-    seeds = {epoch: seed_of(cfg.seed, "order", epoch) for epoch, _ in at}
-    order = {e: torch.randperm(len(prompts), generator=torch.Generator().manual_seed(s)) for e, s in seeds.items()}
-    return [prompts[order[epoch][i]] for epoch, i in at]
+    start = (step - 1) * cfg.batch
+    return [prompts[i] for i in in_turn((start + i for i in places), len(prompts), cfg.seed)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -397,8 +395,7 @@ def train_step(step: int, engine: Engine, teacher: Policy, optimizer, prompts, c
     started = time.perf_counter()
     trajectories = collect(engine, prompts, step, cfg, ranks)
     rollout_s = time.perf_counter() - started
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, cfg.steps, cfg)
+    lr = set_rate(optimizer, learning_rate(step, cfg.steps, cfg))
     log = update(engine.policy, teacher, optimizer, trajectories, cfg, ranks)
 
     lengths = [sum(t.mask) for t in trajectories]
@@ -410,18 +407,25 @@ def train_step(step: int, engine: Engine, teacher: Policy, optimizer, prompts, c
         "length": tokens / answers,
         "cut": cut / answers,
         "silent": int(silent),
-        "lr": learning_rate(step, cfg.steps, cfg),
+        "lr": lr,
     }
     log |= {"tokens_per_s": tokens / rollout_s, "rollout_s": rollout_s}
     return log | {"update_s": time.perf_counter() - started - rollout_s}
 
 
+def check(cfg: Config, processes: int) -> None:
+    """BadInput for options that do not go together, and for prompts that are not there."""
+    if cfg.batch % processes:
+        raise BadInput(f"--batch {cfg.batch} must be a multiple of the {processes} processes")
+    if cfg.prompts and not Path(cfg.prompts).exists():
+        raise BadInput(f"--prompts {cfg.prompts}: no such file")
+
+
 def main(argv: list[str]):
     cfg = parse(Config, PRESETS, argv, __doc__)
     ranks = dist(None if cfg.device == "auto" else cfg.device)
-    if cfg.batch % ranks.world:
-        raise BadInput(f"--batch {cfg.batch} must be a multiple of the {ranks.world} processes")
-    # before Run, so that what is refused leaves no directory
+    check(cfg, ranks.world)  # before Run, so that what is refused leaves no directory
+    inputs = {"prompts_digest": digest(cfg.prompts)} if cfg.prompts else {}
     prompts, left_out = read_prompts(cfg.prompts) if cfg.prompts else (None, 0)
     place = ranks.device if cfg.teacher_device == "same" else "cpu"
     teacher = load(cfg.teacher, place, getattr(torch, cfg.teacher_dtype))
@@ -429,7 +433,7 @@ def main(argv: list[str]):
     engine = None if cfg.resume else ready(cfg.model, teacher, cfg, ranks)
 
     free = ("steps",) if cfg.lr_end == 1 else ()  # else the rate of every step depends on how many there are
-    record = Run(cfg.out, cfg, cfg.resume, f"runs/opd-{cfg.config}", ranks, free)
+    record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/opd-{cfg.config}", ranks, free)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     engine = engine or ready(saved[1] if saved else cfg.model, teacher, cfg, ranks)
     policy = engine.policy

@@ -38,6 +38,8 @@ from delta import conv_steps, recurrent
 
 GROW = 64  # the KV buffer grows by this many positions; multiples of 8 keep CUDA's masked attention on its fast path
 SAVED = 16  # recurrent states of prompts that are kept for rows to come; the one unused for longest makes room
+# of a config; where a model lists its layers, the list says which of them slide
+UNKNOWN = ("sliding_window", "logits_scaling", "logit_scale", "final_logit_softcapping")
 DELTA_RULE = "torch_chunk_gated_delta_rule"  # for prompts, in transformers' file of the model
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,6 +50,9 @@ def recurrent_layers(model, name="the model"):
     """The gated-delta modules of a model, in order. Raises BadInput for a model that cannot be run by rows."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    more = {name: getattr(config, name, None) for name in UNKNOWN[getattr(config, "layer_types", None) is not None :]}
+    if found := [f"{name} {value}" for name, value in more.items() if value not in (None, 1)]:
+        raise BadInput(f"{name}: the engine does not know {', '.join(found)}")
     if unknown := sorted(set(kinds) - {"full_attention", "linear_attention"}):
         raise BadInput(f"{name}: the engine knows full_attention and linear_attention layers, not {', '.join(unknown)}")
     found = [m for m in model.modules() if all(hasattr(m, x) for x in ("layer_idx", "A_log", "dt_bias", "conv1d"))]

@@ -67,7 +67,7 @@ class Options:
     leave_out: Dimension = option("none", "hsa: a dimension in which nothing changes")
     rewriter: str = option("", "hsa: OpenAI-compatible server that rewords the harness, in place of the word pools")
     strange: float = option(0.7, "share of samples in rooms of unheard-of product words", min=0, max=1)
-    faults: tuple[float, float, float] = option((0.04, 0.03, 0.03), "P(timeout, malformed, denied)", min=0, max=1)
+    faults: tuple[float, float, float] = option((0.1, 0.07, 0.1), "P(timeout, malformed, denied)", min=0, max=1)
     slip: float = option(0.1, "P(the oracle makes a mistake that a hook corrects)", min=0, max=1)
     keep_retries: float = option(0.1, "share of samples with a mistake that stay whole", min=0, max=1)
     endpoint: str = option("", "OpenAI-compatible server as teacher, e.g. http://localhost:8000/v1")

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common import BadInput, Dist, Run, Stop, cli, dist, option, parse
-from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
+from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, settings
+from common import checkpoints, load_checkpoint, save_checkpoint
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from chat import Trajectory
 from harness import Harness
 from reword import Endpoint
 from samples import Options, Row, case_maker, make_samples, read_logs, replayed, sort_out, tell
-from model import Policy, learning_rate, load, optimizer_step, pad_batch, token_logps
+from model import Policy, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate, token_logps
 
 BUCKET = 64  # lengths are padded to multiples of this
 
@@ -88,9 +88,7 @@ def rows_at(step: int, count: int, cfg: Config) -> list[int]:
     The same whichever rank asks.
     """
     places = range((step - 1) * cfg.batch, min(step * cfg.batch, cfg.epochs * count))
-    seeds = {place // count: seed_of(cfg.seed, "order", place // count) for place in places}
-    order = {e: torch.randperm(count, generator=torch.Generator().manual_seed(s)).tolist() for e, s in seeds.items()}
-    return [order[place // count][place % count] for place in places]
+    return in_turn(places, count, cfg.seed)
 
 
 def losses(policy: Policy, rows: list[Row], cfg: Config) -> Iterator[Tensor]:
@@ -150,21 +148,29 @@ def ready(path: str | Path, cfg: Config, ranks: Dist) -> Policy:
     return policy
 
 
+def check(cfg: Config, processes: int) -> None:
+    """BadInput for options that do not go together, and for logs that are not there."""
+    if cfg.batch % processes:
+        raise BadInput(f"--batch {cfg.batch} must be a multiple of the {processes} processes")
+    if cfg.logs and cfg.endpoint:
+        raise BadInput("--logs and --endpoint: dialogues of your own are replayed, there is nothing to ask a server")
+    if cfg.logs and not Path(cfg.logs).exists():
+        raise BadInput(f"--logs {cfg.logs}: no such file")
+
+
 def main(argv: list[str]):
     cfg = parse(Config, PRESETS, argv, __doc__)
     ranks = dist(None if cfg.device == "auto" else cfg.device)
-    if cfg.batch % ranks.world:
-        raise BadInput(f"--batch {cfg.batch} must be a multiple of the {ranks.world} processes")
-    if cfg.logs and cfg.endpoint:
-        raise BadInput("--logs and --endpoint: dialogues of your own are replayed, there is nothing to ask a server")
-    # before Run, so that what is refused leaves no directory
+    check(cfg, ranks.world)  # before Run, so that what is refused leaves no directory
     harness = Harness.load(cfg.harness)
     logs = read_logs(cfg.logs, harness) if cfg.logs else []
+    inputs = {"harness_commit": harness.commit, "world_digest": digest(cfg.world)}
+    inputs |= {"logs_digest": digest(cfg.logs)} if logs else {}
     cfg, often = replayed(cfg, logs) if logs else (cfg, "")
     case_at, policy = case_maker(cfg, harness, logs), None if cfg.resume else ready(cfg.model, cfg, ranks)
     rewrite = Endpoint(cfg.rewriter, cfg.llm) if cfg.rewriter else None
 
-    record = Run(cfg.out, cfg, cfg.resume, f"runs/sft-{cfg.config}", ranks)
+    record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/sft-{cfg.config}", ranks)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     policy = policy or ready(saved[1] if saved else cfg.model, cfg, ranks)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
@@ -186,12 +192,11 @@ def main(argv: list[str]):
     with Stop(ranks) as stop, tqdm(desc="steps", initial=record.start, total=steps, disable=ranks.rank > 0) as bar:
         for step in range(record.start + 1, steps + 1):
             started = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, cfg)
+            lr = set_rate(optimizer, learning_rate(step, steps, cfg))
             mine = [rows[i] for i in rows_at(step, len(rows), cfg)[ranks.rank :: ranks.world]]
             log = update(policy, optimizer, mine, cfg, ranks)
             log["tokens_per_s"] = log.pop("read") / (time.perf_counter() - started)
-            log |= {"lr": learning_rate(step, steps, cfg), "epoch": min(cfg.epochs, step * cfg.batch / len(rows))}
+            log |= {"lr": lr, "epoch": min(cfg.epochs, step * cfg.batch / len(rows))}
             if step == steps or (cfg.eval_every and step % cfg.eval_every == 0):
                 log["held_out"] = held_out_loss(policy, held, cfg, ranks)
             record.log(step, **log)

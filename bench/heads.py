@@ -25,6 +25,7 @@ from common import ALONE, BadInput, cli, option, parse
 
 import rl
 from curves import canvas, rows_of, save, trend
+from hat import once
 from model import load
 
 ARMS = {"along": "--mtp train", "left": "--mtp measure", "frozen": "--mtp train --lr 0"}
@@ -60,10 +61,8 @@ def main(argv: list[str]) -> None:
     cfg = parse(Config, PRESETS, argv, __doc__)
     runs = {arm: Path(cfg.out) / arm for arm in ARMS}
     for arm, out in runs.items():
-        if not (out / "model").is_dir():
-            words = ["--config", cfg.config, "--model", cfg.model, "--seed", str(cfg.seed), "--out", str(out)]
-            again = ["--resume"] if (out / "config.json").exists() else []
-            rl.main([*words, *split(cfg.rl), *split(ARMS[arm]), *again])
+        words = ["--config", cfg.config, "--model", cfg.model, "--seed", str(cfg.seed), "--out", str(out)]
+        once("rl", [*words, *split(cfg.rl), *split(ARMS[arm])])
 
     figure, [panels] = canvas(1, len(CURVES), (11, 4))
     found = {arm: {} for arm in ARMS}

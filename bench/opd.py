@@ -15,18 +15,16 @@ Expect a ratio of chunk / tokens and a little more: 0.13 by default. The last li
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
-from common import BadInput, cli, option, parse
+from common import BadInput, cli, option, parse, peak_mb
 import torch
 import opd
 
@@ -96,9 +94,9 @@ def measure(cfg, side):
         torch.set_num_threads(cfg.threads)
     step(make(8, 4, 2, seed=0), chunk=4)  # libraries load, threads start
     inputs = make(cfg.vocab, cfg.hidden, cfg.tokens, cfg.seed)
-    before, start = peak(), time.perf_counter()
+    before, start = peak_mb(), time.perf_counter()
     value = step(inputs, cfg.chunk if side.name == "chunked" else cfg.tokens)
-    found = {"bytes": peak() - before, "seconds": time.perf_counter() - start, "loss": value}
+    found = {"bytes": (peak_mb() - before) * 2**20, "seconds": time.perf_counter() - start, "loss": value}
     (hidden, head), *_ = inputs
     torch.save([hidden.grad, head.weight.grad], side.with_suffix(".pt"))
     print(json.dumps(found))
@@ -121,18 +119,6 @@ def step(inputs, chunk):
     loss = opd.chunked(student, teacher, sampled, None, opd.Config(model=""), chunk)[:, 0].mean()
     loss.backward()
     return loss.item()
-
-
-def peak():
-    """Largest resident memory of this process so far, in bytes.
-
-    From /proc where there is one: on Linux, ru_maxrss of a process begins with that of the process which started it.
-    """
-    with suppress(FileNotFoundError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Config:
     world: str = option(str(ROOT / "data/world/zh.json"), "world file")
     most: int = option(8, "largest concurrency; measured are 1, 2, 4 .. up to it", min=1)
     requests: int = option(16, "requests at each concurrency", min=1)
-    new: int = option(128, "tokens of an answer at most", min=2)
+    new: int = option(128, "tokens of an answer at most", min=3)
     drafts: int = option(3, "tokens that the head guesses ahead", min=1)
     context: int = option(1536, "longest context in tokens", min=2)
     dtype: Literal["float32", "bfloat16"] = option("float32", "of weights and activations")
@@ -55,7 +55,7 @@ def main(argv):
         torch.set_num_threads(cfg.threads)
     policy = load(cfg.model, cfg.device, getattr(torch, cfg.dtype))
     if getattr(policy, "mtp", None) is None:
-        raise BadInput(f"{cfg.model}: has no MTP head to draft with; `python mtp.py --init random` makes one")
+        raise BadInput(f"{cfg.model}: has no MTP head to draft with; mtp.py makes one from a model and its rollouts")
     prompts = requests(policy.codec, cfg)
     levels = [1 << i for i in range(cfg.most.bit_length())]
     first, ratios, same = {}, {}, True

@@ -2,7 +2,7 @@
 
     default       GDPO, segments, GSPO in token form, reasoning penalty, faults, the original harness
     grpo          the sum of the rewards is normalised, not each reward
-    sequence      the ratio of a segment with its own gradient         plain: a ratio for each token, as in PPO
+    plain         a ratio for each token, as in PPO; the sequence form has the gradient of the token form (tests)
     whole         no segments: one advantage, one ratio and one vote for the whole rollout
     free, cheap   reasoning costs nothing, or a fifth: the size of the report, whose runs are longer
     mask          rollouts cut by length are left out, where they have failed otherwise
@@ -30,12 +30,11 @@ from common import BadInput, cli, closest, option, parse, write_text
 
 import rl
 from curves import rows_of
-from hat import cell, markdown
+from hat import cell, markdown, once
 
 VARIANTS = {
     "default": "",
     "grpo": "--normalise grpo",
-    "sequence": "--ratio sequence",
     "plain": "--ratio plain",
     "whole": "--no-segments",
     "free": "--think-penalty 0",
@@ -74,9 +73,8 @@ def main(argv: list[str]) -> None:
         raise BadInput(f"--variants: '{unknown[0]}' is none of {', '.join(VARIANTS)}{closest(unknown[0], VARIANTS)}")
     runs = {(name, seed): Path(cfg.out) / name / f"seed-{seed}" for seed in cfg.seeds for name in cfg.variants}
     for (name, seed), out in runs.items():
-        if not (out / "model").is_dir():
-            words = ["--config", cfg.config, "--seed", str(seed), "--out", str(out), *split(VARIANTS[name])]
-            rl.main([*words, *split(cfg.rl), *(["--resume"] if (out / "config.json").exists() else [])])
+        words = ["--config", cfg.config, "--seed", str(seed), "--out", str(out), *split(VARIANTS[name]), *split(cfg.rl)]
+        once("rl", words)
 
     found = {name: [last_evaluation(runs[name, seed]) for seed in cfg.seeds] for name in cfg.variants}
     found = {name: {column: [r[column] for r in rows] for column in COLUMNS} for name, rows in found.items()}

@@ -204,11 +204,6 @@ def merged(*sums):
     return {s: tuple(map(sum, zip(*(each[s] for each in sums if s in each), strict=True))) for s in sources}
 
 
-def set_rate(optimizer, rate):
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def adamw(model, config):
     return torch.optim.AdamW(
         model.parameters(), config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
@@ -226,7 +221,7 @@ def prelude(config, device):
         model, plain = policy.model.to(device).train(), len(policy.tokenizer) - len(policy.codec.added)
         optimizer, few, loss, learned = adamw(model, config), FEW, math.inf, []
         for step in (bar := tqdm(range(1, 3 * config.prelude + 1), f"prelude {attempt + 1}")):
-            set_rate(optimizer, config.lr * min(1.0, step / max(1, config.warmup)))
+            policies.set_rate(optimizer, config.lr * min(1.0, step / max(1, config.warmup)))
             rng = np.random.default_rng(seed_of("base", "echo", config.seed, attempt, step))
             batch = ("echo", *echo(rng, few, plain, device))
             total, n = train_step(model, optimizer, config, [batch])["echo"]
@@ -250,7 +245,7 @@ def teach_head(policy, config, sources, draw, ranks):
     learner, log = mtp.Learner(policy, config.mtp_lr), {}
     shape = dataclasses.replace(config, lr=config.mtp_lr)
     for step in (bar := tqdm(range(1, config.mtp_steps + 1), "MTP head", disable=ranks.rank > 0)):
-        set_rate(learner.optimizer, policies.learning_rate(step, config.mtp_steps, shape))
+        policies.set_rate(learner.optimizer, policies.learning_rate(step, config.mtp_steps, shape))
         batches = [draw(source) for source in picks(config, sources, config.steps + step)]
         for _, ids, mask in batches[ranks.rank :: ranks.world]:
             learner.read(ids, (mask > 0).long())
@@ -308,7 +303,7 @@ def main(argv):
     with Stop(ranks) as stop:
         for step in bar:
             batches = [draw(source) for source in picks(config, sources, step)]
-            set_rate(optimizer, policies.learning_rate(step, config.steps, config))
+            lr = policies.set_rate(optimizer, policies.learning_rate(step, config.steps, config))
             sums = merged(sums, train_step(model, optimizer, config, batches, ranks))
             tokens += sum(ids.numel() for _, ids, _ in batches)
             if step % config.log_every == 0 or step == config.steps:
@@ -316,7 +311,7 @@ def main(argv):
                 run.log(
                     step,
                     **row,
-                    lr=policies.learning_rate(step, config.steps, config),
+                    lr=lr,
                     tokens_per_s=tokens / (time.time() - clock),
                 )
                 bar.set_postfix({name[5:]: f"{loss:.3f}" for name, loss in row.items()})

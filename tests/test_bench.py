@@ -150,6 +150,8 @@ def test_bench_study(model_dir, tmp_path, capsys):
     assert list(figures) == ["default", "whole"] and all(len(x) == 1 for row in figures.values() for x in row.values())
     assert {"score", "T2", "fault_recovery", "think/reply"} <= figures["whole"].keys()
     assert (tmp_path / "study" / "table.md").read_text().count("\n") == 4
+    with pytest.raises(BadInput, match="lr was 0.0002 and is now 0.1; resume with the same options"):
+        study([*words[:-1], words[-1] + " --lr 0.1"])
 
 
 @pytest.mark.skipif(not (BASE / "model.safetensors").exists(), reason="data/base-small has no weights yet")

@@ -256,6 +256,21 @@ def test_resume_needs_a_run_of_the_same_config(tmp_path):
     assert Run(*longer, free=("steps",)).start == 0  # killed before its first save
 
 
+def test_resume_needs_the_same_inputs_too(tmp_path):
+    """Their content counts, not their path: a harness that was edited makes another run."""
+    path = tmp_path / "logs.jsonl"
+    path.write_text("one\n")
+
+    def start(**more):
+        return Run(str(tmp_path / "a"), common.settings(Config()) | {"logs": common.digest(path)}, **more)
+
+    start()
+    start(resume=True)
+    path.write_text("two\n")
+    with pytest.raises(BadInput, match="logs was [0-9a-f]{12} and is now [0-9a-f]{12}; resume with"):
+        start(resume=True)
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_the_rows_of_step_0_stay_if_a_checkpoint_has_them(tmp_path, saved):
     run = Run(str(tmp_path / "a"), Config())

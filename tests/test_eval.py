@@ -332,6 +332,8 @@ def test_torchrun_gives_the_result_of_one_process(place, tmp_path):
         (["--manifest", "nowhere.json"], "nowhere.json: no such file"),
         (["--limits", "3"], "did you mean --limit"),
         (["--t4", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--out", str(ROOT / "data")], "--out .*data: is a directory; give the file to write"),
+        (["--trajectories", str(ROOT / "data")], "--trajectories .*data: is a directory"),
     ],
 )
 def test_bad_input_is_one_line(place, words, message):

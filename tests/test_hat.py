@@ -100,7 +100,7 @@ def calls(monkeypatch):
     """Stand-ins for the stages; the list of (stage, name, seed, resumed) that were run. `calls.stop` interrupts one."""
     made = types.SimpleNamespace(seen=[], stop=None)
 
-    def stage(kind, Config, presets):
+    def stage(kind, Config, presets, check):
         def main(argv):
             cfg = hat.parse(Config, presets, argv)
             out = Path(cfg.out)
@@ -124,11 +124,12 @@ def calls(monkeypatch):
                 raise KeyboardInterrupt(2)
             common.write_text(out / "model" / "weights", "x")
 
-        return types.SimpleNamespace(Config=Config, PRESETS=presets, main=main)
+        return types.SimpleNamespace(Config=Config, PRESETS=presets, main=main, check=check)
 
     for name, module in hat.STAGES.items():
         Config, presets = (RL, {"tiny": {}, "small": {}}) if name == "rl" else (module.Config, module.PRESETS)
-        monkeypatch.setitem(hat.STAGES, name, stage(name, Config, presets))
+        check = getattr(module, "check", None) if Config is module.Config else lambda *_: None
+        monkeypatch.setitem(hat.STAGES, name, stage(name, Config, presets, check))
     monkeypatch.setattr(hat.evaluation, "main", hat.STAGES["eval"].main)
     return made
 
@@ -207,6 +208,8 @@ def test_rows_and_seeds_are_added_to_what_is_there(tmp_path, calls, capsys):
         (["--eval=--limit -1"], "eval.py: --limit: -1 is not within"),
         (["--rl=--out x"], "--rl: --out of a stage is set by hat.py"),
         (["--opd=--lr=1 --seed=3"], "--opd: --seed of a stage is set by hat.py"),
+        (["--opd=--prompts nowhere.jsonl"], "opd.py: --prompts nowhere.jsonl: no such file"),
+        (["--sft=--logs nowhere.jsonl"], "sft.py: --logs nowhere.jsonl: no such file"),
         (["--sft=--lr '1"], "--sft: .*No closing quotation"),
         (["--ablat"], "did you mean --ablate"),
     ],
@@ -289,9 +292,10 @@ def test_rows_of_other_sets_or_of_another_base_are_refused(tmp_path, calls, monk
 
 
 def test_a_number_of_processes_that_a_stage_cannot_share_is_refused():
-    with pytest.raises(BadInput, match="--rl: groups 12 is no multiple of the 8 processes"):
-        cfg = config("--rl=--groups 12")
-        hat.refuse(cfg, 8)
+    with pytest.raises(BadInput, match="rl.py: --groups must be a multiple of the 8 processes"):
+        hat.refuse(config("--rl=--groups 12"), 8)
+    with pytest.raises(BadInput, match="rl.py: --think-full 72 must be above --think-free 100"):
+        hat.refuse(config("--rl=--think-free 100"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

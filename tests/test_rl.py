@@ -70,7 +70,7 @@ def test_faults_rise_over_the_ramp():
 
 def test_facts_of_a_trajectory():
     """Tokens, states and think lengths per segment; a reward of None, or an absent one, is NaN."""
-    cfg = rl.Config(think_free=1, think_full=3)
+    cfg = rl.Config(think_penalty=0.1, think_free=1, think_full=3)
     trajectory = Trajectory(
         ids=list(range(8)), mask=[0, 1, 1, 1, 0, 1, 1, 1], logps=[0.0] * 8, segment=[0, 1, 1, 1, 0, 2, 2, 2],
         think=[0, 1, 1, 0, 0, 1, 0, 0], state=[-1, 0, 0, 0, -1, 1, 1, 1], stop_reason="reply",

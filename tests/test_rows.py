@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import GraniteConfig, GraniteForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from common import BadInput
 from rows import SAVED, Buffer, by_rows, forward, plan, recurrent_layers
@@ -152,6 +152,12 @@ def test_models_of_other_kinds_are_refused():
     with pytest.raises(BadInput, match="here: the engine knows only gated-delta linear attention, not that of minimax"):
         recurrent_layers(MiniMaxForCausalLM(lightning), "here")
     assert recurrent_layers(GraniteForCausalLM(GraniteConfig(**shape))) == []
+    with pytest.raises(BadInput, match="here: the engine does not know logits_scaling 8"):
+        recurrent_layers(GraniteForCausalLM(GraniteConfig(**shape, logits_scaling=8.0)), "here")
+    mistral = MistralConfig(**shape, num_key_value_heads=2, head_dim=16)
+    assert mistral.sliding_window and recurrent_layers(Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16))) == []
+    with pytest.raises(BadInput, match=f"here: the engine does not know sliding_window {mistral.sliding_window}"):
+        recurrent_layers(MistralForCausalLM(mistral), "here")
 
 
 def test_the_model_is_as_before_afterwards():
