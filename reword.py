@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
+from typing import Any, TypeVar
 
 from common import BadInput, read_json, seed_of
 from parts import RULES
@@ -212,6 +213,7 @@ def new_name(words: dict, kind: str, old: str, sense: dict[str, str], more: int,
 # rewriters: (text, what it is, dice) -> another text
 
 Rewriter = Callable[[str, str, random.Random], str]
+T = TypeVar("T")
 
 
 class Bank:
@@ -282,22 +284,47 @@ def bank(pool: str) -> Bank:
     return Bank(pool)
 
 
-class Endpoint:
-    """A language model behind an OpenAI-compatible server as rewriter; train and heldout ask for different styles.
+class Server:
+    """A language model behind an OpenAI-compatible server. The key is that of OPENAI_API_KEY."""
 
-    The key is that of OPENAI_API_KEY. Each text is asked for a few variants, which are kept, so thousands of harnesses
-    cost a few calls per text, whichever threads ask. BadInput when the server has never answered; when it fails later,
-    a text stays as it is.
-    """
+    tries = 3  # of one message
 
-    tries, variants = 3, 3  # of one call; of one text in one style
-
-    def __init__(self, base_url: str, model: str, pool: str = "train", timeout_s: float = 60.0):
+    def __init__(self, base_url: str, model: str, timeout_s: float = 120.0):
         from huggingface_hub import InferenceClient
 
         key = os.environ.get("OPENAI_API_KEY", "none")  # never this machine's login to another place
         self.client = InferenceClient(base_url=base_url, api_key=key, timeout=timeout_s)
-        self.url, self.model, self.bank = base_url, model, bank(pool)
+        self.url, self.model, self.answered = base_url, model, False
+
+    def ask(self, messages: list[dict], read: Callable[[Any], T], **options) -> T | None:
+        """What `read` makes of the next message, which may raise; None after `tries` failures.
+
+        BadInput when the server has never answered.
+        """
+        for _ in range(self.tries):
+            try:
+                made = self.client.chat_completion(messages, model=self.model, **options)
+                said, self.answered = made.choices[0].message, True
+                return read(said)
+            except Exception as e:  # down, slow, or an answer of another shape: each client library has its own errors
+                why = f"{type(e).__name__}: {' '.join(str(e).split())}"[:200]
+        if not self.answered:
+            raise BadInput(f"{self.url}: model {self.model!r} does not answer: {why}")
+        return None
+
+
+class Endpoint(Server):
+    """A language model as rewriter; train and heldout ask for different styles.
+
+    Each text is asked for a few variants, which are kept, so thousands of harnesses cost a few calls per text,
+    whichever threads ask. When the server fails later, a text stays as it is.
+    """
+
+    variants = 3  # of one text in one style
+
+    def __init__(self, base_url: str, model: str, pool: str = "train", timeout_s: float = 60.0):
+        super().__init__(base_url, model, timeout_s)
+        self.bank = bank(pool)
         self.answers: dict[tuple, str] = {}
         self.asking: dict[tuple, Lock] = {}
 
@@ -311,20 +338,9 @@ class Endpoint:
             task += "same length, on as many lines. Keep every number, name, quoted string, link, code and everything "
             task += "in braces {like_this} as it is. Answer with the new text alone."
             messages = [{"role": "system", "content": task}, {"role": "user", "content": text}]
-            answer = self.ask(messages, seed_of(*key) >> 32)  # the same whichever harness comes first
+            seed = seed_of(*key) >> 32  # the same whichever harness comes first
+            answer = self.ask(messages, lambda said: said.content or "", seed=seed, temperature=0.7)
             if answer is None:
                 return ""  # not kept: the next time it may answer
             self.answers[key] = re.sub(r"(?s)^.*</think>", "", answer).strip()
             return self.answers[key]
-
-    def ask(self, messages: list[dict], seed: int) -> str | None:
-        """The answer; None after `tries` failures of a server that has answered before."""
-        for _ in range(self.tries):
-            try:
-                made = self.client.chat_completion(messages, model=self.model, seed=seed, temperature=0.7)
-                return made.choices[0].message.content or ""
-            except Exception as e:  # down, slow, or an answer of another shape: each client library has its own errors
-                why = f"{type(e).__name__}: {' '.join(str(e).split())}"[:200]
-        if not self.answers:
-            raise BadInput(f"{self.url}: model {self.model!r} does not answer: {why}")
-        return None

@@ -22,7 +22,6 @@ Left out: judges other than the facts; rewriting of logs whose replies a hook se
 
 import copy
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -41,7 +40,7 @@ from chat import Call, Codec, Message, Sample, Trajectory, Turn, coerce, parse_c
 from parts import LOAD_SKILL
 from checks import canonical
 from harness import Harness, named, run
-from reword import Rewriter, mention
+from reword import Rewriter, Server, mention
 from augment import ENVELOPE, augment
 from sim import Faults, World, make_task
 from oracle import VERBOSITY, Oracle, call_of
@@ -125,20 +124,8 @@ def message_of(data: dict) -> Message:
     return Message(thought.strip(), content, calls)
 
 
-class Endpoint:
-    """A language model behind an OpenAI-compatible server. The key is that of OPENAI_API_KEY.
-
-    BadInput when the server has never answered; a sample on which it fails later is left out.
-    """
-
-    tries = 3  # of one message
-
-    def __init__(self, base_url: str, model: str, timeout_s: float = 120.0):
-        from huggingface_hub import InferenceClient
-
-        key = os.environ.get("OPENAI_API_KEY", "none")  # never this machine's login to another place
-        self.client = InferenceClient(base_url=base_url, api_key=key, timeout=timeout_s)
-        self.url, self.model, self.answered = base_url, model, False
+class Teacher(Server):
+    """A language model as teacher. A sample on which its server fails is left out."""
 
     def speaker(self, h: Harness, lessons: list[str], seed: int) -> Say:
         """One dialogue. lessons: what hooks have said before; only the teacher reads them, the trained context not."""
@@ -154,7 +141,7 @@ class Endpoint:
             if not history and lessons:
                 new[0]["content"] += "\n\n" + "\n".join(lessons)
             history.extend(new)
-            said = self.ask(history, tools, seed >> 32)
+            said = self.ask(history, message_of, tools=tools or None, seed=seed >> 32)
             if said is not None:
                 for call in said.calls:  # <parameter> texts get their types
                     tool = named(h.tools, call.name)
@@ -168,19 +155,6 @@ class Endpoint:
 
         return say
 
-    def ask(self, history: list[dict], tools: list[dict], seed: int) -> Message | None:
-        """The next message; None after `tries` failures of a server that has answered before."""
-        for _ in range(self.tries):
-            try:
-                made = self.client.chat_completion(history, model=self.model, tools=tools or None, seed=seed)
-                said, self.answered = made.choices[0].message, True
-                return message_of(said)
-            except Exception as e:  # down, slow, or an answer of another shape: each client library has its own errors
-                why = f"{type(e).__name__}: {' '.join(str(e).split())}"[:200]
-        if not self.answered:
-            raise BadInput(f"{self.url}: model {self.model!r} does not answer: {why}")
-        return None
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # cases: a request, and who answers it
@@ -189,7 +163,7 @@ class Endpoint:
 class TaskCase:
     """Request i of the small world, answered by the oracle or by an endpoint. Nothing in it depends on the harness."""
 
-    def __init__(self, i: int, cfg: Options, world: World, endpoint: Endpoint | None):
+    def __init__(self, i: int, cfg: Options, world: World, endpoint: Teacher | None):
         rng, self.seed = random.Random(seed_of(cfg.seed, "sample", i)), seed_of(cfg.seed, "teacher", i)
         place = world.strange(rng) if rng.random() < cfg.strange else world
         self.task = make_task(place, seed_of(cfg.seed, "task", i))
@@ -459,7 +433,7 @@ def held_logs(cfg: Options, logs: list[Log]) -> int:
 def case_maker(cfg: Options, harness: Harness, logs: list[Log] = ()) -> Callable[[int], TaskCase | Log]:
     """Index of a sample -> its case, of the world or of the logs; those from --samples on are the held-out ones."""
     if not logs:
-        world, endpoint = World.load(cfg.world, "train"), Endpoint(cfg.endpoint, cfg.llm) if cfg.endpoint else None
+        world, endpoint = World.load(cfg.world, "train"), Teacher(cfg.endpoint, cfg.llm) if cfg.endpoint else None
         return lambda i: TaskCase(i, cfg, world, endpoint)
     held = held_logs(cfg, logs)  # the last of them
     train, rest = logs[:-held], logs[-held:]

@@ -308,7 +308,7 @@ def test_a_server_drives_the_same_loop(online, thought):
             return as_openai(say(new[last + 1 :]), thought)
 
         with server(answer) as (url, bodies):
-            far = TaskCase(i, options, W, samples.Endpoint(url, "teacher"))
+            far = TaskCase(i, options, W, samples.Teacher(url, "teacher"))
             t = tell(i, far, options, H, CODEC)
         want = told(i, options)
         assert t == want and flaw(t, 1536) == "" and t.harness_commit == h.commit
@@ -339,7 +339,7 @@ def test_what_hooks_said_is_told_to_the_teacher_and_not_trained(online):
         return {"role": "assistant", "content": "好的哈。" if hasty else "嗯嗯哈。"}
 
     with server(answer) as (url, _):
-        t = tell(i, TaskCase(i, options, W, samples.Endpoint(url, "m")), options, H, CODEC)
+        t = tell(i, TaskCase(i, options, W, samples.Teacher(url, "m")), options, H, CODEC)
     assert flaw(t, 1536) == "" and not sent_back(t) and lesson not in CODEC.decode(t.ids)
 
 
@@ -349,7 +349,7 @@ def test_a_call_that_the_server_did_not_mean_ends_the_sample(online):
     message = {"role": "assistant", "content": "好的哈。", "reasoning": f"</think><tool_call>{load}</tool_call>"}
     options = Options(harness_mode="fixed")
     with server(lambda body: message) as (url, _):
-        t = tell(0, TaskCase(0, options, W, samples.Endpoint(url, "m")), options, H, CODEC)
+        t = tell(0, TaskCase(0, options, W, samples.Teacher(url, "m")), options, H, CODEC)
     first = next(e for e in t.events if e["event"] == "state")
     assert flaw(t, 1536) == "error" and [c["name"] for c in first["calls"]] == [LOAD_SKILL]
 
@@ -401,13 +401,13 @@ def test_a_server_that_fails(online):
     """Never an answer: one line. A failure later: that sample is left out, and a wrong answer by the judge."""
     options = Options(harness_mode="fixed")
     with server(lambda body: 500) as (url, _):
-        endpoint = samples.Endpoint(url, "m")
+        endpoint = samples.Teacher(url, "m")
     for gone in (False, True):
         with pytest.raises(BadInput, match="model 'm' does not answer") as error:
             if gone:
                 tell(0, TaskCase(0, options, W, endpoint), options, H, CODEC)
             with server(lambda body: 500) as (url, bodies):
-                tell(0, TaskCase(0, options, W, samples.Endpoint(url, "m")), options, H, CODEC)
+                tell(0, TaskCase(0, options, W, samples.Teacher(url, "m")), options, H, CODEC)
         assert "\n" not in str(error.value)
     broken = {"id": "1", "type": "function", "function": {"name": "get_coupon", "arguments": '{"link_id": '}}
     load = {"id": "1", "type": "function", "function": {"name": LOAD_SKILL, "arguments": '{"skill": "item_qa"}'}}
@@ -420,11 +420,11 @@ def test_a_server_that_fails(online):
     with server(answer) as (url, bodies):
         for bad, why in ((True, "error"), (False, "fallback")):
             bodies.clear()
-            t = tell(0, TaskCase(0, options, W, samples.Endpoint(url, "m")), options, H, CODEC)
-            assert flaw(t, 1536) == why and (len(bodies) == samples.Endpoint.tries) == bad
+            t = tell(0, TaskCase(0, options, W, samples.Teacher(url, "m")), options, H, CODEC)
+            assert flaw(t, 1536) == why and (len(bodies) == samples.Teacher.tries) == bad
     polite = H.copy(hooks=[])
     with server(lambda body: {"role": "assistant", "content": "这款卖8888元哈。"}) as (url, _):
-        t = tell(0, TaskCase(0, options, W, samples.Endpoint(url, "m")), options, polite, CODEC)
+        t = tell(0, TaskCase(0, options, W, samples.Teacher(url, "m")), options, polite, CODEC)
     assert flaw(t, 1536) == "judge"
 
 
