@@ -376,20 +376,25 @@ def token_logps(model, ids, mask, temperature=1.0, entropy=False, hidden=None):
     source = hidden[:, :-1][sampled[:, 1:]]  # (N, H): position t - 1 predicts token t
     target = ids[sampled]  # (N,) in the same order
     head, vocab = model.get_output_embeddings(), getattr(model, "valid_vocab", None)
-    parts = []
-    for h, t in zip(source.split(HEAD_CHUNK), target.split(HEAD_CHUNK), strict=True):
-        if torch.is_grad_enabled() and len(source) > HEAD_CHUNK:  # a single chunk may as well keep its activations
-            parts.append(checkpoint(_head_logps, head, h, t, vocab, temperature, entropy, use_reentrant=False))
-        else:
-            parts.append(_head_logps(head, h, t, vocab, temperature, entropy))
-    values = torch.cat(parts) if parts else source.new_zeros(0, 2, dtype=torch.float32)  # (N, 2)
+    values = in_chunks(_head_logps, HEAD_CHUNK, (source, target), head, vocab, temperature, entropy)  # (N, 2)
     out = torch.zeros(*ids.shape, 2, dtype=torch.float32, device=ids.device)
     out = out.masked_scatter(sampled[..., None].expand_as(out), values)
     logps, entropies = (x.contiguous() for x in out.unbind(-1))  # no views: FSDP2 warns of those at its root
     return (logps, entropies) if entropy else logps
 
 
-def _head_logps(head, hidden, target, vocab, temperature, entropy):
+def in_chunks(function, size, columns, *same):
+    """function(*rows of the columns, *same) for `size` rows at a time, as one tensor: few logits are in memory at once.
+
+    With gradients each chunk is computed again backward, but for a single one, which may as well keep its activations.
+    """
+    pieces = list(zip(*(column.split(size) for column in columns), strict=True))
+    if torch.is_grad_enabled() and len(pieces) > 1:
+        function = partial(checkpoint, function, use_reentrant=False)
+    return torch.cat([function(*piece, *same) for piece in pieces])
+
+
+def _head_logps(hidden, target, head, vocab, temperature, entropy):
     """hidden (n, H), target (n,) -> (n, 2) log-prob and entropy (0 unless asked for), fp32."""
     logp = F.log_softmax(head(hidden)[:, :vocab].float() / temperature, dim=-1)  # (n, V)
     chosen = logp.gather(-1, target[:, None])[:, 0]

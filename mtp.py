@@ -52,11 +52,11 @@ from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from model import MTP, Policy, hidden_states, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate
+from model import MTP, Policy, hidden_states, in_chunks, in_turn, learning_rate, load, optimizer_step, pad_batch
+from model import set_rate
 from model import read_mtp as read
 
 WEIGHTS = (0.51, 0.31, 0.18)  # of drafts 1, 2, 3 in the loss
@@ -126,13 +126,7 @@ def compare(model, g: Tensor, hidden: Tensor, target: Tensor, soft: bool, temper
     lm_head, vocab = model.get_output_embeddings(), getattr(model, "valid_vocab", None)
     weight = lm_head.weight.detach()[:vocab]  # its rows beyond the tokens are padding
     bias = None if lm_head.bias is None else lm_head.bias.detach()[:vocab]
-    parts = []
-    for pieces in zip(g.to(weight.dtype).split(CHUNK), hidden.split(CHUNK), target.split(CHUNK), strict=True):
-        if torch.is_grad_enabled() and len(g) > CHUNK:  # a single chunk may as well keep its activations
-            parts.append(checkpoint(_compare, *pieces, weight, bias, soft, temperature, use_reentrant=False))
-        else:
-            parts.append(_compare(*pieces, weight, bias, soft, temperature))
-    return torch.cat(parts)
+    return in_chunks(_compare, CHUNK, (g.to(weight.dtype), hidden, target), weight, bias, soft, temperature)
 
 
 def _compare(g, hidden, target, weight, bias, soft, temperature):

@@ -51,12 +51,11 @@ from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from chat import Trajectory
 from data import general
-from model import Policy, hidden_states, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate
+from model import Policy, hidden_states, in_chunks, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate
 from infer import Engine
 from eval import answer, drive
 
@@ -173,17 +172,10 @@ def chunked(
     student, teacher: the hidden states (N, H) that predict the sampled ids (N,), and the LM head that reads them.
     vocab: rows of the heads that are tokens, None = all. `chunk` tokens meet the vocabulary at once.
     """
-    parts = []
-    for h, g, ids in zip(student[0].split(chunk), teacher[0].split(chunk), sampled.split(chunk), strict=True):
-        columns = (h, student[1], g, teacher[1], ids, vocab, cfg)
-        if torch.is_grad_enabled() and len(sampled) > chunk:  # a single chunk may as well keep its activations
-            parts.append(checkpoint(_columns, *columns, use_reentrant=False))
-        else:
-            parts.append(_columns(*columns))
-    return torch.cat(parts) if parts else sampled.new_zeros(0, 3, dtype=torch.float32)
+    return in_chunks(_columns, chunk, (student[0], teacher[0], sampled), student[1], teacher[1], vocab, cfg)
 
 
-def _columns(hidden, head, teacher_hidden, teacher_head, sampled, vocab, cfg):
+def _columns(hidden, teacher_hidden, sampled, head, teacher_head, vocab, cfg):
     student = log_probs(hidden, head, vocab, cfg.temperature)  # (n, V)
     with torch.no_grad():
         teacher = log_probs(teacher_hidden, teacher_head, vocab, cfg.temperature).to(student.device)
