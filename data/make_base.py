@@ -16,7 +16,7 @@ loss on the model itself, any text that was not generated here.
 
     python data/make_base.py                         # data/base-small; an hour and a half on two CPU cores
     torchrun --nproc_per_node=2 data/make_base.py    # the same with a micro-batch a process
-    python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has six legs (LOG.md)
+    python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has seven legs (LOG.md)
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --init data/base-small --steps 0 --mtp-steps 800 ...      # an MTP head for a finished base
     python data/make_base.py --config tiny           # seconds, for tests
@@ -134,11 +134,16 @@ def create(config, attempt=0):
     policy = policies.create(
         tokenizer, **shape, ffn=config.ffn, rope_theta=1e6, seed=seed_of("base", "init", config.seed)
     )
-    with torch.no_grad():
-        for name, weight in policy.model.named_parameters():
-            if "q_norm" in name or "k_norm" in name:
-                weight.fill_(SHARP)
+    sharpen(policy.model)
     return policy
+
+
+@torch.no_grad()
+def sharpen(module):
+    """The norms of queries and keys at SHARP."""
+    for name, weight in module.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            weight.fill_(SHARP)
 
 
 def said_logits(model, ids, mask):
@@ -240,7 +245,9 @@ def prelude(config, device):
 
 def teach_head(policy, config, sources, draw, ranks):
     """Train the MTP head, a new one if there is none: what its learner logs of the last `log_every` steps."""
-    policy.mtp = policy.mtp or policies.MTP(policy.model, seed_of("base", "mtp", config.seed) % 2**63)
+    if policy.mtp is None:
+        policy.mtp = policies.MTP(policy.model, seed_of("base", "mtp", config.seed) % 2**63)
+        sharpen(policy.mtp)
     policy.mtp.float()
     learner, log = mtp.Learner(policy, config.mtp_lr), {}
     shape = dataclasses.replace(config, lr=config.mtp_lr)
@@ -329,7 +336,7 @@ def main(argv):
                 break
     if config.mtp_steps:
         model.eval().requires_grad_(False)
-        log = teach_head(policy, config, sources[1:], draw, ranks)  # quotations are nobody's drafts
+        log = teach_head(policy, config, sources, draw, ranks)
         run.say("MTP head: " + ", ".join(f"{name} {value:.3f}" for name, value in log.items()))
     if ranks.rank == 0:
         finished(policy).publish(config.out)
