@@ -35,9 +35,12 @@ def word(rng):
         return rng.choice(WORDS)
     if kind < 0.6:
         return letters(rng, rng.randint(3, 7))
-    return "".join(
-        rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice([1, 2, 2]))
-    )
+    return syllables(rng, rng.choice([1, 2, 2]))
+
+
+def syllables(rng, n):
+    """n syllables of a pseudo-word."""
+    return "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(n))
 
 
 def words(rng, low=1, high=3):
