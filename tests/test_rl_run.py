@@ -422,7 +422,9 @@ def test_a_stop_within_the_first_evaluation_is_saved_too(flags, whole, tmp_path)
 @pytest.mark.parametrize("lr_end", ["1.0", "0.1"])
 def test_more_steps_are_the_same_run_if_the_learning_rate_is_constant(flags, tmp_path, lr_end):
     words = [*flags, "--out", str(tmp_path / "run"), "--lr-end", lr_end]
-    common.Run(str(tmp_path / "run"), rl.parse(rl.Config, rl.PRESETS, words))
+    cfg = rl.parse(rl.Config, rl.PRESETS, words)
+    inputs = {"harness_commit": rl.Harness.load(cfg.harness).commit, "world_digest": common.digest(cfg.world)}
+    common.Run(str(tmp_path / "run"), common.settings(cfg) | inputs)
     (tmp_path / "run" / "ckpt-000001").mkdir()  # a damaged one: where the run would go on, it stops here
     with pytest.raises(common.BadInput, match="files.json" if lr_end == "1.0" else "steps was 2 and is now 9"):
         rl.main([*words, "--resume", "--steps", "9"])
