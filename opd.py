@@ -409,7 +409,7 @@ def check(cfg: Config, processes: int) -> None:
     """BadInput for options that do not go together, and for prompts that are not there."""
     if cfg.batch % processes:
         raise BadInput(f"--batch {cfg.batch} must be a multiple of the {processes} processes")
-    if cfg.prompts and not Path(cfg.prompts).exists():
+    if cfg.prompts and not Path(cfg.prompts).is_file():
         raise BadInput(f"--prompts {cfg.prompts}: no such file")
 
 

@@ -154,7 +154,7 @@ def check(cfg: Config, processes: int) -> None:
         raise BadInput(f"--batch {cfg.batch} must be a multiple of the {processes} processes")
     if cfg.logs and cfg.endpoint:
         raise BadInput("--logs and --endpoint: dialogues of your own are replayed, there is nothing to ask a server")
-    if cfg.logs and not Path(cfg.logs).exists():
+    if cfg.logs and not Path(cfg.logs).is_file():
         raise BadInput(f"--logs {cfg.logs}: no such file")
 
 
@@ -164,12 +164,12 @@ def main(argv: list[str]):
     check(cfg, ranks.world)  # before Run, so that what is refused leaves no directory
     harness = Harness.load(cfg.harness)
     logs = read_logs(cfg.logs, harness) if cfg.logs else []
-    inputs = {"harness_commit": harness.commit, "world_digest": digest(cfg.world)}
-    inputs |= {"logs_digest": digest(cfg.logs)} if logs else {}
     cfg, often = replayed(cfg, logs) if logs else (cfg, "")
     case_at, policy = case_maker(cfg, harness, logs), None if cfg.resume else ready(cfg.model, cfg, ranks)
     rewrite = Endpoint(cfg.rewriter, cfg.llm) if cfg.rewriter else None
 
+    inputs = {"harness_commit": harness.commit} | ({"logs_digest": digest(cfg.logs)} if logs else {})
+    inputs |= {} if logs else {"world_digest": digest(cfg.world)}
     record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/sft-{cfg.config}", ranks)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     policy = policy or ready(saved[1] if saved else cfg.model, cfg, ranks)

@@ -16,7 +16,8 @@ import pytest
 import augment as hsa
 from augment import augment
 from parts import RULES, Skill
-from reword import POOLS, Endpoint, bank, unfaithful
+import reword
+from reword import POOLS, Endpoint, bank, some_of, unfaithful
 from common import BadInput
 from harness import FORMATS, Harness
 from data import names as base_names
@@ -79,6 +80,16 @@ def test_what_train_and_heldout_give_has_nothing_in_common():
     parts = [set(re.findall(r"[a-z]+", " ".join(x).lower())) for x in (names, other_names)]
     han = [set(re.findall(r"[\u4e00-\u9fff]", " ".join(x))) for x in (names, other_names)]
     assert len(parts[0]) > 100 and len(han[0]) > 20 and not parts[0] & parts[1] and not han[0] & han[1]
+
+
+def test_most_names_of_the_train_half_are_made_anew():
+    """And none of them is one of the held-out half, whose names are all listed."""
+    listed, rng = POOL_FILES["names"], random.Random(0)
+    for key in reword.MADE:
+        train, heldout = ([x for _ in range(400) for x in some_of(bank(p).names, key, 3, rng)] for p in POOLS)
+        assert set(heldout) <= set(listed[key]["heldout"]) and not set(train) & set(listed[key]["heldout"])
+        known = sum(word in listed[key]["train"] for word in train) / len(train)
+        assert 0.2 < known < (0.65 if key == "codes" else 0.4), (key, known)  # a third of all other codes is listed
 
 
 def words_of(names: dict, pool: str) -> set[str]:
