@@ -143,6 +143,7 @@ def sample_file(config, counts):
             "harness.py",
             "sim.py",
             "oracle.py",
+            "data/base_samples.py",
             "data/general.py",
             "data/names.py",
             "data/base_words.py",
