@@ -43,7 +43,7 @@ from parts import LOAD_SKILL, Skill
 from checks import Deny, Hook, Moment, broken_rule
 from harness import Harness, assemble
 from reword import BULLETS, IDENTIFIER, LINE, PLACEHOLDER, SENTENCE, STEP, STIFF, Bank, Endpoint, Rewriter
-from reword import bank, language, mention, new_name, plain_rule, unfaithful
+from reword import bank, language, mention, new_format, new_name, plain_rule, unfaithful
 
 FORM_RULES = ("closing", "opening", "must_say", "max_chars")  # may be masked; what must *not* be said always stays
 KINDS = ("telling", "snake", "kebab", "camel", "pinyin", "pseudo", "code", "han")  # of names
@@ -417,7 +417,7 @@ def prompt(d: Draft) -> None:
     shown = "".join(h.blocks[b] for b in [*h.system, h.user])
     for key, listing in LISTS.items():
         if listing in shown and d.chance(e.restyle):
-            d.put("format", f"formats/{key}", h.formats, key, d.rng.choice(d.words["formats"][key]))
+            d.put("format", f"formats/{key}", h.formats, key, new_format(d.words, key, d.language, d.rng))
     for key, legal in (("max_reply_chars", e.reply_chars), ("max_turns", e.turns)):
         d.put("limit", f"limits/{key}", h.limits, key, legal_limit(d, key, *legal))
 

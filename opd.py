@@ -97,7 +97,7 @@ class Config:
     # update
     steps: int = option(40, "rounds of sampling and update", min=1)
     micro: int = option(16, "sequences per forward and rank; does not change the result", min=1)
-    lr: float = option(5e-4, "AdamW learning rate", min=0)
+    lr: float = option(2e-4, "AdamW learning rate", min=0)
     warmup: int = option(2, "steps of linear warmup", min=0)
     lr_end: float = option(0.1, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)

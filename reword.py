@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 
 from common import BadInput, read_json, seed_of
 from parts import RULES
-from data import names
+from data import layouts, names
 
 POOLS = ("train", "heldout")
 WORDS = Path(__file__).parent / "data" / "hsa"
-P_MADE = 0.75  # of a word, syllable ... of a name in the train half
+P_MADE = 0.75  # of a word, syllable ... of a name, and of the layout of a list, in the train half
 MADE = {
     "words": lambda rng: (
         names.letters(rng, rng.randint(3, 7)) if rng.random() < 0.4 else names.syllables(rng, rng.randint(1, 3))
@@ -237,6 +237,25 @@ def new_name(words: dict, kind: str, old: str, sense: dict[str, str], more: int,
     return ("-" if kind == "kebab" else "_").join(some)
 
 
+def new_format(words: dict, key: str, lang: str, rng: random.Random) -> str:
+    """A layout for a line of that list (harness.FORMATS); most of the train half are made anew, as names are."""
+    listed, never = words["formats"][key], words.get("never")
+    if never is None or rng.random() >= P_MADE:
+        return rng.choice(listed)
+    number = "{link_id}号" if lang == "zh" else "{link_id}"
+    fields = {
+        "skill": ("{description}", "{name}"),
+        "tool": ("{description}", "{signature}"),
+        "link": ("{name}", number),
+        "turn": ("{role}", "{text}"),
+        "signal": ("{name}", "{value}"),
+    }[key]
+    between, item = layouts.BETWEEN if lang == "zh" else layouts.ENGLISH, key in ("skill", "tool", "link")
+    while True:
+        if layouts.bare(made := layouts.pair(rng, *fields, between, item)) not in never:
+            return made
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # rewriters: (text, what it is, dice) -> another text
 
@@ -262,6 +281,9 @@ class Bank:
         for lang, edge in (("zh", ""), ("en", r"\b")):
             data = read_json(WORDS / f"{lang}.json")
             self.words[lang] = half(data)
+            if pool == "train":
+                texts = [text for halves in data["formats"].values() for text in halves["heldout"]]
+                self.words[lang]["never"] = {layouts.bare(text) for text in texts}
             self.swaps[lang] = re.compile(f"{edge}(?:{'|'.join(sorted(data['swaps'], key=len)[::-1])}){edge}", re.I)
             self.headings += [style.split("{x}") for pool in POOLS for style in data["headings"][pool]]
             for source, halves in data["phrases"].items():  # each wording of a sentence leads to the others

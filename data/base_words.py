@@ -396,31 +396,6 @@ LINES = [
         "工具坏了再来一次，没权限的换一个，实在没有就实话说",
     ],
 ]
-# Lines of the lists are put together: a bullet, two things, what stands between them. A model that has only seen a name
-# after a space does not find it after a colon: with five fixed formats the base scored 4 of 100 on T1, with these 38.
-BULLETS = ["", "", "", "- ", "* ", "+ ", "> ", "· ", "• ", "~ ", "o ", "# "]
-BETWEEN = [
-    ": ",
-    "：",
-    ":",
-    " -> ",
-    "->",
-    "=>",
-    " = ",
-    "=",
-    " | ",
-    "|",
-    "，",
-    "；",
-    "; ",
-    " - ",
-    "——",
-    "→",
-    " ~ ",
-    " · ",
-]
-BETWEEN += [" ", " ", "。", "、", "、", " / ", "/", ">>", "，叫", "，用", "：用", "…", " & ", "\u3000", ", "]
-AROUND = ["{}"] * 5 + ["[{}]", "「{}」", "({})", "“{}”", "<{}>", "（{}）", "（{}）", "【{}】", "《{}》", "`{}`", "*{}*"]
 CURRENT = [
     "当前 {current_link_id}号",
     "在讲{current_link_id}号",
@@ -464,5 +439,6 @@ MESSAGES = {
     "not_empty": ["没有内容"],
 }
 WRAPS = ["{x}", "{x}", "{x}", "提示：{x}", "[拒绝] {x}", "错误: {x}", '{"error": "{x}"}', "<{x}>"]
-# every character of the pools, for the tokenizer
-CHARACTERS = "".join(c for c in Path(__file__).read_text(encoding="utf-8") if not c.isascii())
+# every character of the pools and of the layouts, for the tokenizer
+FILES = [Path(__file__).with_name(name) for name in ("base_words.py", "layouts.py")]
+CHARACTERS = "".join(c for path in FILES for c in path.read_text(encoding="utf-8") if not c.isascii())

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from chat import Codec, Message, Trajectory  # noqa: E402
 from common import seed_of  # noqa: E402
 from data import base_words as pools  # noqa: E402
-from data import names  # noqa: E402
+from data import layouts, names  # noqa: E402
 from harness import LOAD_SKILL, Harness, assemble  # noqa: E402
 from parts import Skill, Tool  # noqa: E402
 from oracle import VERBOSITY, call_of, teach, understood  # noqa: E402
@@ -159,16 +159,7 @@ def random_format(kind: str, rng: random.Random) -> str:
         "link": ("{name}", rng.choice(["{link_id}", "{link_id}号", "{link_id}号"])),
         "turn": ("{role}", "{text}"),
     }[kind]
-    if kind != "turn" and rng.random() < 0.2:
-        first, second = second, first
-    around, between, which = rng.choice(pools.AROUND), rng.choice(pools.BETWEEN), rng.random()
-    if kind == "turn" or which < 0.25:
-        first = around.format(first)
-    elif which < 0.5:
-        second = around.format(second)
-    if around != "{}" and which < 0.5 and rng.random() < 0.4:
-        between = ""  # the brackets part them
-    text = rng.choice(pools.BULLETS) * (kind != "turn") + first + between + second
+    text = layouts.pair(rng, first, second, item=kind != "turn")
     return random_format(kind, rng) if text in _known_formats() else text
 
 

@@ -17,11 +17,12 @@ import augment as hsa
 from augment import augment
 from parts import RULES, Skill
 import reword
-from reword import POOLS, Endpoint, bank, some_of, unfaithful
+from reword import POOLS, Endpoint, bank, new_format, some_of, unfaithful
 from common import BadInput
 from harness import FORMATS, Harness
 from data import names as base_names
 from data import base_words
+from data.layouts import bare
 from data import random_harness as base
 from test_augment import ALWAYS, H, ROOT, only
 
@@ -91,6 +92,21 @@ def test_most_names_of_the_train_half_are_made_anew():
         known = sum(word in listed[key]["train"] for word in train) / len(train)
         most = 0.65 if key in ("codes", "pinyin") else 0.4  # of these a part of all that can be made is listed too
         assert 0.2 < known < most, (key, known)
+
+
+@pytest.mark.parametrize("lang", ["zh", "en"])
+@pytest.mark.parametrize("key", list(FORMATS))
+def test_most_layouts_of_the_train_half_are_made_anew(key, lang):
+    """Each shows all of its line; none is, but for a bullet, one of the held-out half, whose layouts are all listed."""
+    listed, rng = POOL_FILES[lang]["formats"][key], random.Random(0)
+    train, heldout = ([new_format(bank(p).words[lang], key, lang, rng) for _ in range(2000)] for p in POOLS)
+    assert set(heldout) == set(listed["heldout"]) and not {*map(bare, train)} & {*map(bare, heldout)}
+    assert 0.2 < sum(x in listed["train"] for x in train) / len(train) < 0.4 and len(set(train)) > 3 * len(
+        listed["train"]
+    )
+    fields = sorted(hsa.PLACEHOLDER.findall(FORMATS[key]))
+    assert all(sorted(hsa.PLACEHOLDER.findall(x)) == fields for x in train)
+    assert lang == "zh" or not any(reword.language(hsa.PLACEHOLDER.sub("", x)) == "zh" for x in train)
 
 
 def words_of(names: dict, pool: str) -> set[str]:
