@@ -237,6 +237,12 @@ def digest(*paths: str | Path) -> str:
     return found.hexdigest()[:12]
 
 
+def model_digest(path: str | Path) -> str:
+    """`digest` of the weights in a model directory; where there are none, as of a model of a hub, the name itself."""
+    weights = sorted(Path(path).glob("*.safetensors"))
+    return digest(*weights) if weights else str(path)
+
+
 def peak_mb() -> float:
     """Most memory that this process has held so far, in MB; NaN where the system does not tell.
 

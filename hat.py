@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from common import BadInput, Dist, Run, cli, closest, digest, dist, option, parse, peak_mb
+from common import ALONE, BadInput, Dist, Run, cli, closest, digest, dist, model_digest, option, parse, peak_mb
 from common import read_json, same_settings, settings, write_json, write_text
 
 import eval as evaluation
@@ -182,11 +182,24 @@ def refuse(cfg: Config, world: int = 1) -> None:
         raise BadInput(f'{sets.path}: not of {cfg.harness} and {cfg.world}; --eval="--manifest FILE" names another one')
 
 
-def ingredients(cfg: Config) -> dict[str, str]:
-    """What all rows must share, by content: the base (of a hub its name), the harness and the world."""
-    weights = sorted(Path(cfg.model).glob("*.safetensors"))
-    model = digest(*weights) if weights else cfg.model
-    return {"harness": Harness.load(cfg.harness).commit, "model": model, "world": digest(cfg.world)}
+def ingredients(cfg: Config | rl.Config) -> dict[str, str]:
+    """What all rows of a table must share, by content: the base, the harness and the world."""
+    return {
+        "harness": Harness.load(cfg.harness).commit,
+        "model": model_digest(cfg.model),
+        "world": digest(cfg.world),
+    }
+
+
+def same_ingredients(place: Path, now: dict[str, str], ranks: Dist = ALONE) -> None:
+    """Note them in the directory of a table; BadInput, on every rank, if the rows that are there are of other ones."""
+    noted = place / "ingredients.json"
+    if noted.exists() and (old := read_json(noted)) != now:
+        changed = ", ".join(k for k in now if now[k] != old.get(k))
+        raise BadInput(f"{place}: its rows are of another {changed}; start another --out")
+    ranks.barrier()  # all have looked before one writes
+    if ranks.rank == 0:
+        write_json(noted, now)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,13 +232,7 @@ def once(stage: str, line: list[str]) -> None:
 def perform(cfg: Config, record: Run, ranks: Dist) -> None:
     """Run every stage and evaluation of the plan that is not there yet, seed after seed."""
     clock, evaluated = record.dir / "times.json", {step for rows in tables(cfg).values() for step in rows.values()}
-    noted, new = record.dir / "ingredients.json", ranks.share(ingredients(cfg) if ranks.rank == 0 else None)
-    if noted.exists() and (old := read_json(noted)) != new:
-        changed = ", ".join(k for k in new if new[k] != old.get(k))
-        raise BadInput(f"{record.dir}: its rows are of another {changed}; start another --out")
-    ranks.barrier()  # all have looked before one writes
-    if ranks.rank == 0:
-        write_json(noted, new)
+    same_ingredients(record.dir, ranks.share(ingredients(cfg) if ranks.rank == 0 else None), ranks)
 
     def rate(model: str, out: Path, name: str) -> None:
         if not out.exists():

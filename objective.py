@@ -20,8 +20,8 @@ A is A_hat_s and sg stops the gradient. Each variant differs in one readable pla
     think_gate long reasoning is penalised only in groups whose mean accuracy reaches this
 
 The token form exists because the advantages of two segments meet in one sequence: a ratio over the whole sequence would
-smear them. Within a segment both forms have the same gradient. Numbers of the whole global batch come in, on every
-rank, so that no rank needs to know which groups the others hold. NaN = not scored.
+smear them. Within a segment whose tokens weigh the same both forms have the same gradient. Numbers of the whole global
+batch come in, on every rank, so that no rank needs to know which groups the others hold. NaN = not scored.
 
 Left out: a critic, and advantages within a segment: its tokens share one.
 """
@@ -92,10 +92,9 @@ def credited(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tens
 
 
 def conditioned(rewards: dict[str, Tensor]) -> dict[str, Tensor]:
-    """effectiveness 0 unless accuracy is 1: a complete answer that is false must not be worth half (NaN stays NaN)."""
-    return rewards | {
-        "effectiveness": rewards["effectiveness"].where(rewards["accuracy"] >= 1, 0.0 * rewards["accuracy"])
-    }
+    """effectiveness 0 unless accuracy is 1: a complete answer that is false must not be worth half. NaN stays NaN."""
+    unearned = 0.0 * (rewards["accuracy"] + rewards["effectiveness"])
+    return rewards | {"effectiveness": rewards["effectiveness"].where(rewards["accuracy"] >= 1, unearned)}
 
 
 def think_penalty(tokens: int, free: int, full: int, size: float = 0.1) -> float:
@@ -202,7 +201,8 @@ def truncated_weights(trainer: Tensor, engine: Tensor, most: float) -> Tensor:
 def kl_loss(logps: Tensor, reference: Tensor, segment: Tensor, votes: float) -> Tensor:
     """KL to a reference with the votes of the policy loss: the k2 estimator, (logp - ref)^2 / 2.
 
-    Its gradient (logp - ref) grad logp is that of the reverse KL in expectation. As a loss k1, logp - ref, has gradient
-    0 in expectation, and k3, exp(ref - logp) - 1 - ref + logp, has that of the forward KL.
+    Its gradient (logp - ref) grad logp is, token by token, that of the reverse KL of the next token, in expectation. As
+    a loss k1, logp - ref, has gradient 0 in expectation, and k3, exp(ref - logp) - 1 - ref + logp, that of the forward
+    KL. Left out: what a token does to the KL of those after it; a correction once the policy has moved in a round.
     """
     return mean_over((logps - reference).square()[:, None] / 2, membership(segment)).sum() / votes

@@ -12,9 +12,9 @@ steps. objective.py has the equations, each with its variants; this file makes t
     prompt    read once for all rollouts of a group in a micro-batch: the same gradient, half of the tokens (not where
               weights are sharded, layers recurrent, or a group's harnesses differ)
 
-    python rl.py                                           # small: two CPU cores, 8 minutes
+    python rl.py                                           # small: two CPU cores, 7 minutes
     python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
-    python rl.py --normalise grpo --no-segments            # GRPO: sum, then normalise; one advantage a rollout
+    python rl.py --normalise grpo --no-segments --ratio plain --floor 1 --think-penalty 0     # plain GRPO
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     torchrun --nproc_per_node=8 rl.py --shard --groups 16  # and so are weights and optimizer (fsdp.py)
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
@@ -31,8 +31,8 @@ the trainer's own log-probs, and engine_off = mean |p_trainer / p_engine - 1| of
 off); clip/s = share of votes that the clip silences; entropy, mtp/* = of the rollouts that are trained;
 accepted_length, draft_acceptance = tokens per verification and share of right drafts, with --drafts; fault_recovery =
 accuracy of rollouts on which a tool failed; eval/* = the fixed slice under the original harness without faults; of the
-same requests, eval/T2 = the score, each under a held-out variant of it, and eval/fault_recovery = the accuracy where a
-tool failed, at rates of a fifth.
+same requests, eval/T2 = the score, each under a held-out variant of it; with tools that fail at rates of a fifth
+eval/faulty = the score of all, and eval/fault_recovery = the accuracy of those on which a tool failed.
 """
 
 import itertools
@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, settings
+from common import BadInput, Dist, Run, Stop, cli, digest, dist, model_digest, option, parse, settings
 from curves import draw
 from common import checkpoints, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
 
@@ -216,8 +216,8 @@ def variant(harness: Harness, task: Task) -> Harness:
 def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks: Dist) -> tuple[dict, list[Trajectory]]:
     """Greedy on the fixed slice: the summary over all ranks, and this rank's trajectories, under the original harness.
 
-    Two numbers are of the same requests once more: T2, the score under their variants, and fault_recovery, the accuracy
-    where a tool failed, with tools that often do.
+    Three numbers are of the same requests once more: T2, the score under their variants; and with tools that often fail
+    faulty, the score of all, and fault_recovery, the accuracy of those on which one failed. Who calls less meets less.
     """
     mine = range(ranks.rank, cfg.eval_requests, ranks.world)
     tasks = [evaluation_task(world, i) for i in mine]
@@ -231,7 +231,8 @@ def evaluate(engine: Engine, world: World, harness: Harness, cfg: Config, ranks:
     same = [harness] * len(tasks)
     found, trajectories = go("T1", same, NO_FAULTS)
     found["T2"] = go("T2", [variant(harness, task) for task in tasks], NO_FAULTS)[0]["score"]
-    found["fault_recovery"] = go("failing tools", same, FAULTY)[0]["fault_recovery"]
+    failing = go("failing tools", same, FAULTY)[0]
+    found |= {"faulty": failing["score"], "fault_recovery": failing["fault_recovery"]}
     return found, trajectories
 
 
@@ -299,16 +300,19 @@ def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch
     """One round of optimizer steps on this rank's trajectories with advantages (n, 2); what the log wants of it.
 
     minibatch: (n,) which optimizer step each belongs to, whichever rank holds it. Trajectories whose advantages are all
-    zero are dropped. Every rank takes the same step: a sum of loss terms under votes counted over all ranks.
+    zero are dropped, unless --kl holds them to a reference. Every rank takes the same step: a sum of loss terms under
+    votes counted over all ranks.
     """
     policy, drafter = actors.policy, actors.drafter
     clip = torch.tensor([cfg.clip_tool, cfg.clip_reply], device=ranks.device)
-    count, norms, cast = Counter(), [], torch.zeros(cfg.minibatches, device=ranks.device)
-    kept = [i for i in range(len(trajectories)) if advantages[i].any()]
+    count, norms, cast = Counter(), [], torch.zeros(2, cfg.minibatches, device=ranks.device)
+    kept = [i for i, t in enumerate(trajectories) if advantages[i].any() or (cfg.kl and any(t.mask))]
     for i in kept:
-        cast[minibatch[i]] += sum(s in trajectories[i].segment for s in SEGMENTS.values()) if cfg.segments else 1
-    cast = ranks.all_reduce_sum(cast).tolist()  # votes in each minibatch
-    votes = sum(cast) / cfg.minibatches  # the denominator of them all
+        own = sum(s in trajectories[i].segment for s in SEGMENTS.values()) if cfg.segments else 1
+        cast[:, minibatch[i]] += torch.tensor([own * bool(advantages[i].any()), own], device=ranks.device)
+    cast = ranks.all_reduce_sum(cast)  # votes in each minibatch: of the advantages, and of all that is read
+    votes, held = (cast.sum(1) / cfg.minibatches).clamp(min=1e-9).tolist()  # the denominators of them all
+    cast = cast[1].tolist()
     before = own_logps(policy, trajectories, kept, cfg, ranks) if cfg.truncate else {}
     for k in range(cfg.minibatches):
         if cast[k] == 0:
@@ -326,7 +330,7 @@ def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch
             if actors.reference:
                 with torch.no_grad():
                     anchor = actors.reference(forward, ids, mask, cfg.temperature, shared)[0]
-                loss = loss + cfg.kl * bool(which) * kl_loss(logps, anchor, segment, votes)
+                loss = loss + cfg.kl * bool(which) * kl_loss(logps, anchor, segment, held)
             loss.backward()
             if not which:
                 continue
@@ -356,7 +360,7 @@ def update(actors: Actors, trajectories: list[Trajectory], advantages, minibatch
 
 
 def drafter_of(policy: Policy, cfg: Config) -> Learner | None:
-    """Who reads the updates for the MTP head; BadInput if the policy has none."""
+    """Who reads the updates for the MTP head, if anybody does."""
     options = dict(temperature=cfg.temperature, soft=cfg.mtp_targets == "soft", depth=cfg.mtp_depth)
     return Learner(policy, cfg.mtp_lr, **options) if cfg.mtp != "keep" else None
 
@@ -364,10 +368,9 @@ def drafter_of(policy: Policy, cfg: Config) -> Learner | None:
 def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Engine:
     """The engine over the policy at `path`; BadInput for what it cannot run, --context among it."""
     policy, deadline_s = load(path, ranks.device), cfg.deadline_s or None
-    if cfg.drafts and policy.mtp is None:
-        raise BadInput(f"--drafts {cfg.drafts}: {path} has no MTP head to draft with; mtp.py trains one for it")
+    if policy.mtp is None and (cfg.drafts or cfg.mtp != "keep"):
+        raise BadInput(f"--drafts {cfg.drafts} --mtp {cfg.mtp}: {path} has no MTP head; mtp.py trains one for it")
     engine = Engine(policy, cfg.slots, cfg.context, cfg.temperature, deadline_s=deadline_s, drafts=cfg.drafts)
-    drafter_of(policy, cfg)
     for task in (evaluation_task(world, i) for i in range(cfg.eval_requests)):
         for h in (harness, variant(harness, task)):
             turn = next(run(h, task.danmaku, task.open(), policy.codec), None)  # None: a hook denies it
@@ -411,11 +414,11 @@ def train_step(
     mine = range(ranks.rank, cfg.groups, ranks.world)
     with whole(engine.policy):
         trajectories = collect(engine, jobs(step, mine), f"rollouts {step}", ranks)
-    rollout_s = time.perf_counter() - started
 
     groups = torch.arange(cfg.groups).repeat_interleave(cfg.group_size)  # (N,) of the global batch
     places = [g * cfg.group_size + m for g in mine for m in range(cfg.group_size)]
     batch = gather([measure(t, cfg) for t in trajectories], places, len(groups), ranks)
+    rollout_s = time.perf_counter() - started  # until the last rank has rolled out
     if batch["tokens"].sum() == 0:
         raise BadInput(f"step {step}: no rollout sampled a token; look at --context {cfg.context} and --deadline-s")
     advantages = advantages_of(batch, groups, cfg)
@@ -458,6 +461,7 @@ def main(argv: list[str]):
 
     free = ("steps",) if cfg.lr_end == 1 else ()  # else the rate of every step depends on how many there are
     inputs = {"harness_commit": harness.commit, "world_digest": digest(cfg.world)}
+    inputs |= {"reference": model_digest(cfg.model)} if cfg.kl else {}
     record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/rl-{cfg.config}", ranks, free)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     engine = engine or ready(saved[1] if saved else cfg.model, cfg, unseen, harness, ranks)
@@ -509,7 +513,7 @@ def main(argv: list[str]):
         draw(record.dir, "reward.png", "mean reward of the rollouts", list(REWARDS))
         draw(record.dir, "think_length.png", "reasoning tokens per state", [f"think/{s}" for s in SEGMENTS])
         record.say(f"{cfg.eval_requests} unseen requests      before       after")
-        for name in ("score", "T2", *REWARDS, "fault_recovery", *(f"think/{s}" for s in SEGMENTS)):
+        for name in ("score", "T2", "faulty", *REWARDS, "fault_recovery", *(f"think/{s}" for s in SEGMENTS)):
             record.say(f"{name:22} {before[name]:>10.3f}  {after[name]:>10.3f}")
         record.say(f"{record.dir}: model/, trajectories.jsonl, reward.png, think_length.png")
     ranks.barrier()  # nobody leaves while another still writes

@@ -25,7 +25,7 @@ from common import ALONE, BadInput, cli, option, parse
 
 import rl
 from curves import canvas, rows_of, save, trend
-from hat import once
+from hat import ingredients, once, same_ingredients
 from model import load
 
 ARMS = {"along": "--mtp train", "left": "--mtp measure", "frozen": "--mtp train --lr 0"}
@@ -60,6 +60,9 @@ def engine_length(model: Path, cfg: Config) -> float:
 def main(argv: list[str]) -> None:
     cfg = parse(Config, PRESETS, argv, __doc__)
     runs = {arm: Path(cfg.out) / arm for arm in ARMS}
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)
+    words = ["--config", cfg.config, "--model", cfg.model, *split(cfg.rl)]
+    same_ingredients(Path(cfg.out), ingredients(rl.parse(rl.Config, rl.PRESETS, words)))
     for arm, out in runs.items():
         words = ["--config", cfg.config, "--model", cfg.model, "--seed", str(cfg.seed), "--out", str(out)]
         once("rl", [*words, *split(cfg.rl), *split(ARMS[arm])])

@@ -14,8 +14,9 @@
     python bench/study.py --out runs/study --rl="--steps 20"      # goes on where it was; options of rl.py for all
 
 Each cell is the last evaluation of rl.py on its fixed slice, mean ± standard deviation over the seeds: the score under
-the original harness (T1) and under held-out variants (T2), the four rewards and the recovery where tools fail in
-percent, reasoning tokens per state. The last line is one JSON object: variant -> column -> a value for each seed.
+the original harness (T1), under held-out variants (T2) and where tools often fail (faulty), the four rewards and the
+recovery in percent, reasoning tokens per state. The last line is one JSON object: variant -> column -> a value for each
+seed.
 """
 
 import json
@@ -30,7 +31,7 @@ from common import BadInput, cli, closest, option, parse, write_text
 
 import rl
 from curves import rows_of
-from hat import cell, markdown, once
+from hat import cell, ingredients, markdown, once, same_ingredients
 
 VARIANTS = {
     "default": "",
@@ -45,7 +46,7 @@ VARIANTS = {
     "smooth": "--faults 0,0,0",
 }
 SHARES = (*rl.REWARDS, "fault_recovery")  # shown in percent
-COLUMNS = ("score", "T2", *SHARES, "think/tool", "think/reply")
+COLUMNS = ("score", "T2", "faulty", *SHARES, "think/tool", "think/reply")
 
 
 @dataclass
@@ -72,6 +73,10 @@ def main(argv: list[str]) -> None:
     if unknown := [name for name in cfg.variants if name not in VARIANTS]:
         raise BadInput(f"--variants: '{unknown[0]}' is none of {', '.join(VARIANTS)}{closest(unknown[0], VARIANTS)}")
     runs = {(name, seed): Path(cfg.out) / name / f"seed-{seed}" for seed in cfg.seeds for name in cfg.variants}
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)
+    same_ingredients(
+        Path(cfg.out), ingredients(rl.parse(rl.Config, rl.PRESETS, ["--config", cfg.config, *split(cfg.rl)]))
+    )
     for (name, seed), out in runs.items():
         words = ["--config", cfg.config, "--seed", str(seed), "--out", str(out), *split(VARIANTS[name]), *split(cfg.rl)]
         once("rl", words)

@@ -106,9 +106,12 @@ def test_one_informative_group_of_64_is_bounded_by_the_floor():
 
 def test_batch_step_only_scales():
     """One positive number for the whole batch and segment: order and sign within a group stay."""
-    out = advantages([0, 0, 0, 1, 1, 1], accuracy=[1, 0, 0, 1, 1, 0], effectiveness=[1, 0.5, 0, 0, 1, 0.5], floor=0.1)
+    accuracy, effectiveness = [1, 0, 0, 1, 1, 0], [1, 0.5, 0, 0, 1, 0.5]
+    out = advantages([0, 0, 0, 1, 1, 1], accuracy=accuracy, effectiveness=effectiveness, floor=0.1)
     torch.testing.assert_close(out.std(0, correction=0), t(1, 1))
-    torch.testing.assert_close(out[:3].sum(0), t(0, 0))
+    unscaled = advantages([0, 0, 0, 1, 1, 1], accuracy=accuracy, effectiveness=effectiveness, floor=100.0)
+    torch.testing.assert_close(out / out[0], unscaled / unscaled[0])
+    assert (out.sign() == unscaled.sign()).all() and (unscaled[0] > 0).all()
 
 
 def test_advantages_that_differ_on_single_rewards_are_kept():
@@ -196,9 +199,9 @@ def test_grpo_leaves_out_what_lacks_a_reward():
 
 def test_conditioned_effectiveness_needs_accuracy():
     """A false reply that answers everything ranks with a false one that answers nothing; NaN stays NaN."""
-    rewards = {"accuracy": t(1, 0, 0, NAN), "effectiveness": t(0.5, 1, 0, 1), "tool": t(1, 1, 0, 0)}
+    rewards = {"accuracy": t(1, 0, 0, NAN, 0), "effectiveness": t(0.5, 1, 0, 1, NAN), "tool": t(1, 1, 0, 0, 0)}
     out = objective.conditioned(rewards)
-    assert out["effectiveness"].tolist()[:3] == [0.5, 0, 0] and out["effectiveness"][3].isnan()
+    assert out["effectiveness"].tolist()[:3] == [0.5, 0, 0] and out["effectiveness"][3:].isnan().all()
     assert out["tool"] is rewards["tool"] and out["accuracy"] is rewards["accuracy"]
     plain, given = (
         advantages([0] * 3, accuracy=[1, 0, 0], effectiveness=[0.5, 1, 0], rules={"condition": c})[:, 1]
@@ -394,22 +397,26 @@ def test_kl_has_the_gradient_of_the_reverse_kl():
 
 
 class Toy:
-    """First token: 0, 1 = call a tool (segment 1), 2 = answer at once (segment 2). A call leads to one of 3 replies."""
+    """First token: 0, 1 = call a tool, with an argument, and reply; 2 = answer at once. A segment has two tokens."""
 
     def __init__(self):
         g = torch.Generator().manual_seed(1)
-        self.first = torch.randn(3, generator=g, dtype=torch.float64).requires_grad_()
-        self.reply = torch.randn(3, 3, generator=g, dtype=torch.float64).requires_grad_()
-        self.value = torch.rand(3, 4, generator=g, dtype=torch.float64)  # accuracy of (first, reply)
-        self.tools = torch.rand(3, generator=g, dtype=torch.float64)  # tool reward of first
-        self.parameters = [self.first, self.reply]
+        self.first, self.argument, self.reply, self.end = self.parameters = [
+            torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_()
+            for shape in (3, (2, 2), (2, 3), (3, 2))
+        ]
+        self.value = torch.rand(3, 2, 3, 2, generator=g, dtype=torch.float64)  # accuracy of all four
+        self.tools = torch.rand(3, 2, generator=g, dtype=torch.float64)  # tool reward of first and argument
 
     def trajectories(self):
         """(logps (T,), segments, accuracy, tool reward) of each trajectory there is."""
-        first, reply = self.first.log_softmax(0), self.reply.log_softmax(1)
-        for a, b in itertools.product(range(2), range(3)):
-            yield torch.stack([first[a], reply[a, b]]), [1, 2], self.value[a, b], self.tools[a]
-        yield torch.stack([first[2], torch.zeros((), dtype=torch.float64)]), [2, 0], self.value[2, 3], self.tools[2]
+        first, argument, reply, end = (x.log_softmax(-1) for x in self.parameters)
+        for a, b, c, d in itertools.product(range(2), range(2), range(3), range(2)):
+            logps = torch.stack([first[a], argument[a, b], reply[a, c], end[a, d]])
+            yield logps, [1, 1, 2, 2], self.value[a, b, c, d], self.tools[a, b]
+        for d in range(2):
+            logps = torch.stack([first[2], end[2, d], *torch.zeros(2, dtype=torch.float64)])
+            yield logps, [2, 2, 0, 0], self.value[2, 0, 0, d], self.tools[2, 0]
 
     def expected_loss_gradient(self, whole_group=True, form="token"):
         """Expectation of the loss gradient; baseline = exact mean over everyone, or over those of the same choice."""
@@ -431,13 +438,14 @@ class Toy:
         return total
 
     def exact_gradient(self):
+        """Of - E[accuracy + tool], halved: of the two tokens of a segment each has half of its vote."""
         value = sum(logps.sum().exp() * (accuracy + tool) for logps, _, accuracy, tool in self.trajectories())
-        return torch.autograd.grad(-value, self.parameters)
+        return torch.autograd.grad(-value / 2, self.parameters)
 
 
 @pytest.mark.parametrize("form", ["token", "sequence", "plain"])
 def test_expected_loss_gradient_is_the_policy_gradient(form):
-    """Baseline of the whole group, carried tool rewards: E[grad loss] = -grad E[accuracy + tool] in each form."""
+    """Baseline of the whole group, carried tool rewards: E[grad loss] = -grad E[accuracy + tool] / 2 in each form."""
     toy = Toy()
     for got, exact in zip(toy.expected_loss_gradient(form=form), toy.exact_gradient(), strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)

@@ -59,9 +59,22 @@ def fake_score(harness, task, t):
     return {"accuracy": float(even[1]), "effectiveness": sum(even) / len(even), "tool": tool, "skill": 1.0}
 
 
+class Engine(rl.Engine):
+    """Every ninth id ends a state, so that rollouts differ in length."""
+
+    def __init__(self, policy, *words, **options):
+        super().__init__(policy, *words, **options)
+        self.stop_ids |= {*range(0, self.vocab, 9)}
+
+
+def babble(patch):
+    patch.setattr(evaluation, "score", fake_score)
+    patch.setattr(rl, "Engine", Engine)
+
+
 def child(argv):
     """rl.py on babble; with --fail rank 1 breaks in its second step."""
-    evaluation.score = fake_score
+    babble(pytest.MonkeyPatch())
     if "--fail" in argv:
         argv.remove("--fail")
         update = rl.update
@@ -94,7 +107,7 @@ def whole(flags, tmp_path_factory):
     """The directory of a run of four steps that nothing interrupted."""
     out = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "score", fake_score)
+        babble(patch)
         rl.main([*flags, "--steps", "4", "--out", str(out)])
     return out
 
@@ -221,6 +234,8 @@ def test_trajectories_without_any_advantage_are_dropped(dense):
     some = torch.zeros(5, 2, dtype=torch.float64)
     log, moved = gradient(dense, some)
     assert log["updates"] == 0 and all(m.abs().max() == 0 for m in moved)
+    held = gradient(dense, some, reference=rl.load(dense.path), kl=1.0)
+    assert held[0]["updates"] == 1 and max(m.abs().max() for m in held[1]) == 0  # all are held to what they still are
     some[3, 1] = 1.0
     log, moved = gradient(dense, some)
     assert log["updates"] == 1 and -0.7 < log["loss"] < -0.4  # two votes, one of them with A = 1 and a ratio near 1
@@ -253,6 +268,9 @@ def test_truncated_weights_leave_an_exact_engine_alone(policy):
     for micro in (1, 2):
         for a, b in zip(whole, gradient(policy, truncate=2.0, micro=micro)[1], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    small, half = (gradient(policy, truncate=most)[1] for most in (2e-6, 1e-6))  # every weight is the largest one
+    for a, b in zip(small, half, strict=True):
+        torch.testing.assert_close(a, 2 * b, rtol=1e-3, atol=1e-9)
 
 
 def test_a_head_that_learns_along_leaves_the_policy_alone(policy):
@@ -276,7 +294,7 @@ def test_a_run_trains_the_head_along_and_resumes(flags, whole, tmp_path):
     policy.publish(tmp_path / "model")
     words = [*flags, "--model", str(tmp_path / "model"), "--mtp", "train"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "score", fake_score)
+        babble(patch)
         rl.main([*words, "--steps", "4", "--out", str(tmp_path / "one")])
         rl.main([*words, "--steps", "2", "--out", str(tmp_path / "two")])
         rl.main([*words, "--steps", "4", "--out", str(tmp_path / "two"), "--resume"])
@@ -316,7 +334,7 @@ def test_a_run_rolls_out_with_drafts(flags, qwen36_dir, tmp_path):
     """Its own head drafts; the log says how often it was right, in the rows of rollouts alone."""
     words = [*flags, "--model", str(qwen36_dir), "--drafts", "2", "--steps", "1", "--eval-requests", "1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "score", fake_score)
+        babble(patch)
         rl.main([*words, "--out", str(tmp_path / "run")])
     before, step = rows(tmp_path / "run")
     assert "accepted_length" not in before and step["updates"] > 0 and step["first_ratio_off"] < 1e-4
@@ -326,7 +344,9 @@ def test_a_run_rolls_out_with_drafts(flags, qwen36_dir, tmp_path):
 def test_kl_pulls_towards_the_reference(policy):
     """Nothing to itself. To another policy it is positive, and a step down its gradient alone makes it smaller."""
     (log, free), (same, itself) = gradient(policy), gradient(policy, kl=10.0, reference=policy)
-    assert same == log and all(torch.equal(a, b) for a, b in zip(free, itself, strict=True))
+    assert same["loss"] == pytest.approx(log["loss"])
+    for a, b in zip(free, itself, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     other = rl.load(policy.path)
     with torch.no_grad():
         for p in other.model.parameters():
@@ -344,7 +364,7 @@ def test_kl_pulls_towards_the_reference(policy):
 def test_all_rollouts_are_kept_if_asked_for(flags, tmp_path):
     """And mtp.py reads those of all steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "score", fake_score)
+        babble(patch)
         patch.setattr(rl, "SHOWN", 1)
         words = ["--keep-rollouts", "--save-every", "3", "--steps", "3", "--eval-requests", "1", "--out"]
         rl.main([*flags, *words, str(tmp_path / "run")])
@@ -409,7 +429,7 @@ def test_a_stop_within_the_first_evaluation_is_saved_too(flags, whole, tmp_path)
         return evaluate(*words)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "score", fake_score)
+        babble(patch)
         patch.setattr(rl, "evaluate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rl.main(words)
@@ -443,7 +463,7 @@ def test_kill_and_resume_bit_for_bit(flags, whole, tmp_path):
     process.kill()
     process.communicate()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "score", fake_score)
+        babble(patch)
         rl.main([*words, "--resume"])
     assert seeded(out) == seeded(whole)
     weights = "model/model.safetensors"
@@ -471,23 +491,25 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
     output, _ = (process := start(*words, "--steps", "2", launcher=TWO)).communicate()
     assert process.returncode == 0 and "returned a view" not in output, output
     for got, want in zip(seeded(out), seeded(whole)[:3], strict=True):
-        assert {k: got[k] for k in want} == pytest.approx(want, rel=1e-3, abs=1e-3 if how else 1e-5)
-    assert len((out / "rollouts-000002.jsonl").read_text().splitlines()) == 4  # of both ranks
+        assert {k: got[k] for k in want} == pytest.approx(want, rel=5e-3 if how else 1e-3, abs=1e-3 if how else 1e-5)
+    kept = [json.loads(line) for line in (out / "rollouts-000002.jsonl").read_text().splitlines()]
+    assert len(kept) == 4 and len({sum(t["mask"]) for t in kept}) > 1  # of both ranks, ragged
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation, "score", fake_score)
+        babble(patch)
         rl.main([*flags, *how[:-1], "--out", str(alone), "--steps", "2"])
         ours, theirs = moments(out, 2), moments(alone, 2)
         assert ours.keys() == theirs.keys() and max(m.abs().max() for m in ours.values()) > 1e-3
         for name in ours:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-5)
         rl.main([*words, "--steps", "4", "--resume"])
+        if how:
+            rl.main([*flags, *how[:-1], "--out", str(alone), "--steps", "5", "--resume"])
     assert len(rows(out)) == 5
-    if how:
-        return  # the other options add up to another fourth step
-    resumed = start(*flags, "--out", str(alone), "--steps", "4", "--resume", launcher=TWO)
+    more = [*words, "--steps", "5"] if how else [*flags, "--out", str(alone), "--steps", "4"]
+    resumed = start(*more, "--resume", launcher=TWO)
     assert resumed.wait() == 0, resumed.stdout.read()
-    wanted = seeded(whole)[-1]
-    for last in (seeded(out)[-1], seeded(alone)[-1]):
+    wanted = seeded(alone if how else whole)[-1]
+    for last in [seeded(out)[-1]] if how else [seeded(out)[-1], seeded(alone)[-1]]:
         assert {k: last[k] for k in wanted} == pytest.approx(wanted, rel=2e-2, abs=2e-2)
 
 
@@ -509,7 +531,7 @@ def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):
         (["--groups", "0"], "--groups"),
         (["--shard", "--mtp", "train"], "a head is not trained on a sharded policy"),
         (["--mtp", "train"], "has no MTP head; mtp.py trains one for it"),
-        (["--drafts", "2"], "--drafts 2: .*model has no MTP head to draft with"),
+        (["--drafts", "2"], "--drafts 2 --mtp keep: .*model has no MTP head"),
         (["--drafts", "-1"], "--drafts: -1 is not within"),
         (["--model", "nowhere"], "nowhere: no such model directory"),
         (["--clip-tol", "1,2"], "--clip-tool"),
