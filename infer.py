@@ -150,16 +150,16 @@ class Engine:
 
         stats: sampled, prefilled (tokens computed at the start of turns), reused (tokens that were not), turns, steps,
         expired, stuck, nan (rollouts cut by a NaN), seconds, model_s, loop_s, tokens_per_s (sampled), loop_ms_per_turn.
-        With an MTP head also draft_s, drafted (tokens), accepted (how often 0, 1, .. drafts of a row were right), and
-        accepted_length (tokens a verification yields), in its two conventions acceptance = accepted_length / (drafts +
-        1) and draft_acceptance = right drafts / drafted.
+        With an MTP head also draft_s, drafted (tokens), accepted (how often 0, 1, .. drafts of a row were right),
+        yielded (tokens of these verifications) and accepted_length (of each), in its two conventions acceptance =
+        accepted_length / (drafts + 1) and draft_acceptance = right drafts / drafted.
         times (rollouts, 3): seconds from the start of `run` at which each began, had sampled its first token, and ended
         (NaN: it never did).
         """
         assert len(rollouts) == len(seeds), f"{len(rollouts)} rollouts but {len(seeds)} seeds"
         self.head = getattr(self.policy, "mtp", None) if self.drafts else None
         heads = [] if self.head is None else [self.head]
-        counts = ("sampled", "prefilled", "reused", "turns", "steps", "expired", "stuck", "nan", "drafted")
+        counts = ("sampled", "prefilled", "reused", "turns", "steps", "expired", "stuck", "nan", "drafted", "yielded")
         self.stats = stats = dict.fromkeys(counts, 0) | {"seconds": 0.0, "model_s": 0.0, "loop_s": 0.0, "draft_s": 0.0}
         stats["accepted"] = [0] * (1 + self.drafts * len(heads))
         self.greedy, self.progress = greedy, progress or (lambda n: None)
@@ -184,14 +184,15 @@ class Engine:
         stats["loop_ms_per_turn"] = 1000 * stats["loop_s"] / max(1, stats["turns"])
         if times := sum(stats["accepted"]):
             right = sum(i * count for i, count in enumerate(stats["accepted"]))
-            stats["accepted_length"] = 1 + right / times
+            stats["accepted_length"] = stats["yielded"] / times  # less than 1 + right / times: a right end ends it
             stats["acceptance"] = stats["accepted_length"] / (1 + self.drafts)
             stats["draft_acceptance"] = right / stats["drafted"]
             price = 1 + stats["draft_s"] / stats["model_s"]
             if times >= ENOUGH and stats["accepted_length"] < price:
                 warnings.warn(
-                    f"drafting does not pay: with {self.drafts} drafts a step takes {price:.2f} times as long and has"
-                    f" {stats['accepted_length']:.2f} tokens; train the MTP head on this policy, or set drafts to 0",
+                    f"drafting does not pay: with {self.drafts} drafts a step takes {price:.2f} times as long as its"
+                    f" forward and has {stats['accepted_length']:.2f} tokens; train the MTP head on this policy, or set"
+                    " drafts to 0",
                     stacklevel=2,
                 )
         return self.results
@@ -309,6 +310,7 @@ class Engine:
                 kept[i] = self._append(row, tokens[i][: right[i] + 1], logps[i], now)
                 if drafts[i]:
                     self.stats["drafted"] += int(drafts[i])
+                    self.stats["yielded"] += kept[i]
                     self.stats["accepted"][min(right[i], kept[i])] += 1
         read = np.where(fresh > 0, fresh + kept - 1, 0)  # tokens that now belong to the context
         if step.held:
@@ -317,8 +319,9 @@ class Engine:
             for row in (r for r, n, ends in zip(self.rows, fresh, done) if n and not ends):
                 self.buffer.save(row.slot, row.cached)
         if self.head is not None:
+            start = time.perf_counter()  # loops have run since
             self._draft(hidden, past, new, np.maximum(read, 1))
-            self.stats["draft_s"] += time.perf_counter() - now
+            self.stats["draft_s"] += time.perf_counter() - start
         for row in self.rows:
             if row.spoilt:
                 self.buffer.clear(row.slot)
@@ -455,7 +458,7 @@ class Engine:
         for _ in range(most):
             if guesses:
                 position = position + 1
-                state = guess(self.policy.model, self.head, ones(self.buffer, guesses[-1], position), state)
+                state = guess(self.policy.model, self.head, ones(self.buffer, guesses[-1], position), state, own=True)
             logits = self.policy.model.get_output_embeddings()(state)[:, : self.vocab]
             guesses.append(logits.argmax(-1))  # (N,)
         if most:

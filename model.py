@@ -227,18 +227,19 @@ class MTP(nn.Module):
                 module.config = config  # the very object: the layer follows the model's choice of attention function
         self.eval()
 
-    def forward(self, model, ids, hidden, **attention):
+    def forward(self, model, ids, hidden, own=False, **attention):
         """ids (B, T): the tokens that follow the positions of `hidden` (B, T, H) -> g (B, T, H).
 
-        hidden: the model's final hidden states, as its LM head reads them, or g itself: to draft on, give back g, the
-        drafted token and the next position. attention: position_ids (B, T), by default 0 .. T-1; attention_mask, by
+        hidden: the model's final hidden states, as its LM head reads them; or, to draft on, g itself (own), the drafted
+        token and the next position. attention: position_ids (B, T), by default 0 .. T-1; attention_mask, by
         default causal; cache, with a layer more than the model; and what the attention function of the config wants.
         """
         base, dtype = model.base_model, self.fc.weight.dtype
         with torch.no_grad():  # the embedding is the policy's, and so is the final norm
             embedded = model.get_input_embeddings()(ids).to(dtype)  # (B, T, H)
             # norm_h takes out the length of a vector, so that this is the state before the norm, but for a factor
-            scale = base.norm(torch.ones_like(embedded[0, 0])) if self.before_norm else 1
+            norm = self.norm if own else base.norm
+            scale = norm(torch.ones_like(embedded[0, 0])) if self.before_norm else 1
         x = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden.to(dtype) / scale)]
         x = self.fc(torch.cat(x, dim=-1))
         position, mask, cache = (attention.pop(name, None) for name in ("position_ids", "attention_mask", "cache"))
@@ -271,8 +272,9 @@ def cache_name(module) -> str:
 def read_mtp(path, model) -> MTP | None:
     """The MTP head that stands in the checkpoint `path`, over `model`; None if it has no tensor `mtp.*`.
 
-    Its experts may be fused or single. BadInput, naming the first, for tensors that are missing, of another shape, or
-    not known: a head must never start at random, nor half of it get lost, without a word.
+    Its experts may be fused or single; its config says which states it reads. BadInput, naming the first, for tensors
+    that are missing, of another shape, or not known: a head must never start at random, nor half of it get lost,
+    without a word.
     """
     try:
         directory = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), local_files_only=True))
@@ -294,6 +296,8 @@ def read_mtp(path, model) -> MTP | None:
     if not found:
         return None
     head = MTP(model, seed=None)
+    settings = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+    head.before_norm = bool(settings.get("text_config", settings).get("mtp_before_norm", False))
     head.single_experts = any(re.search(r"\.experts\.\d+\.", name) for name in found)
     wanted = head.tensors()
     other = {name for name in wanted.keys() & found.keys() if wanted[name].shape != found[name].shape}

@@ -5,7 +5,7 @@
     q_d  = softmax(lm_head(gd_t) / T) says tok_{t+d+1},      p_{t+d} = softmax(lm_head(h_{t+d}) / T) is the model's own
     loss = sum_d w_d sum_t D_d / N                           w = 0.51, 0.31, 0.18; N = first drafts of the global batch
     D    = KL(p_{t+d} || q_d), soft targets, or -log q_d(tok_{t+d+1}), hard ones
-    a_d  = sum_v min(p_{t+d}, q_d), or at T = 0 whether the likeliest tokens agree: P(draft d accepted | those before)
+    a_d  = p_{t+d}(argmax q_d), at T = 0 whether it is the likeliest of p: P(draft d accepted | those before)
 
 A chain starts at each sampled token that two or more sampled ones surround: tok_{t+1} .. tok_{t+d+1} belong to one
 message of the policy, so nothing is learned across tool results, ends of turns or sequences, where nothing is drafted.
@@ -95,7 +95,7 @@ def chain(head: MTP, model, ids: Tensor, starts: Tensor, hidden: Tensor) -> Iter
         sees = torch.cat([sees, itself], dim=-1)
         bias = torch.zeros(sees.shape, dtype=g.dtype, device=g.device).masked_fill_(~sees, -torch.inf)
         told = ids.gather(1, (t + d).clamp(max=length))
-        g = head(model, told, g, position_ids=t + d - 1, attention_mask=bias[:, None], cache=cache)
+        g = head(model, told, g, own=True, position_ids=t + d - 1, attention_mask=bias[:, None], cache=cache)
         row, column = starts[..., d - 1].gather(1, t).nonzero(as_tuple=True)
         yield row, t[row, column], g[row, column]
 
@@ -106,7 +106,7 @@ def loss(
     """The loss of the head before the division by N, its columns (B, T, depth, 3), and `starts_of` the batch.
 
     ids, mask (B, T), right-padded; hidden (B, T, H): the model's, if the caller has them. Gradients reach the head
-    alone. Columns, without a gradient: D in nats, sum_v min(p, q), 1 if p and q agree on the likeliest token.
+    alone. Columns, without a gradient: D in nats, p of q's likeliest token, 1 if it is p's likeliest too.
     """
     if hidden is None:
         with torch.no_grad():
@@ -133,9 +133,10 @@ def _compare(g, hidden, target, weight, bias, soft, temperature):
     q = F.log_softmax(F.linear(g, weight, bias).float() / temperature, dim=-1)  # (n, V)
     with torch.no_grad():
         p = F.log_softmax(F.linear(hidden, weight, bias).float() / temperature, dim=-1)
-        overlap, agree = torch.minimum(p, q).exp().sum(-1), p.argmax(-1) == q.argmax(-1)
+        draft = q.argmax(-1, keepdim=True)
+        chance, agree = p.gather(-1, draft).exp()[:, 0], p.argmax(-1, keepdim=True) == draft
     value = (p.exp() * (p - q)).sum(-1) if soft else -q.gather(-1, target[:, None])[:, 0]
-    return torch.stack([value, overlap, agree.float()], dim=-1)
+    return torch.stack([value, chance, agree[:, 0].float()], dim=-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,6 +183,7 @@ def graft(policy: Policy, path: str | Path) -> None:
     if not (head := read(path, policy.model)):
         raise BadInput(f"{path}: has no tensors mtp.*, so there is no head to graft")
     policy.mtp = head
+    policy.model.config.get_text_config().mtp_before_norm = head.before_norm
 
 
 class Learner:
@@ -329,10 +331,6 @@ def ready(cfg: Config, ranks: Dist) -> tuple[Policy, str]:
         raise BadInput(
             f"--context {cfg.context} is beyond the {config.max_position_embeddings} positions of {cfg.model}"
         )
-    if cfg.norm != "keep":
-        config.mtp_before_norm = cfg.norm == "before"
-        if policy.mtp:
-            policy.mtp.before_norm = config.mtp_before_norm
     line = f"the head of {cfg.model}"
     if cfg.init not in ("native", "random"):
         graft(policy, cfg.init)
@@ -340,6 +338,8 @@ def ready(cfg: Config, ranks: Dist) -> tuple[Policy, str]:
     elif cfg.init == "random" or policy.mtp is None:
         policy.mtp = MTP(policy.model, seed_of(cfg.seed, "head") % 2**63)
         line = "a new head" if cfg.init == "random" else f"{cfg.model} has no tensors mtp.*: a new head"
+    if cfg.norm != "keep":
+        policy.mtp.before_norm = config.mtp_before_norm = cfg.norm == "before"
     policy.mtp.float()
     return policy, f"{line}, {sum(p.numel() for p in policy.mtp.parameters())} weights"
 

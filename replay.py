@@ -2,7 +2,7 @@
 
     latency      seconds from a request's start to its final reply: prompts, samples, tools, hooks, retries
     first token  seconds to its first sampled token
-    length       tokens that a forward pass of the model yields, of drafts + 1 at most; rate = length / (drafts + 1)
+    length       tokens that a forward pass with drafts yields, of drafts + 1 at most; rate = length / (drafts + 1)
     accepted     drafts that were right / drafts that were made: the other convention
     bound        tokens/s of all requests if reading weights at --bandwidth were all there is to do:
 

@@ -398,9 +398,10 @@ def written(
 def acceptance(stats: dict, ranks: Dist) -> dict[str, float]:
     """Of the engine's last run on all ranks: tokens that a verification yields, and the share of right drafts."""
     right = sum(n * times for n, times in enumerate(stats["accepted"]))
-    sums = torch.tensor([sum(stats["accepted"]), right, stats["drafted"]], dtype=torch.float64, device=ranks.device)
-    times, right, drafted = ranks.all_reduce_sum(sums).tolist()
-    return {"accepted_length": 1 + right / times, "draft_acceptance": right / drafted} if times else {}
+    sums = [sum(stats["accepted"]), stats["yielded"], right, stats["drafted"]]
+    sums = ranks.all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=ranks.device)).tolist()
+    times, yielded, right, drafted = sums
+    return {"accepted_length": yielded / times, "draft_acceptance": right / drafted} if times else {}
 
 
 def train_step(

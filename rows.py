@@ -276,9 +276,12 @@ def forward(model, step):
 
 
 @torch.inference_mode()
-def guess(model, head, step, hidden):
-    """One pass of an MTP head: hidden (T, H) at the step's positions, its ids the tokens that follow -> (T, H)."""
-    options = dict(position_ids=step.position[None], attention_mask=step.bias[:1], step=step)
+def guess(model, head, step, hidden, own=False):
+    """One pass of an MTP head: hidden (T, H) at the step's positions, its ids the tokens that follow -> (T, H).
+
+    own: hidden is what the head said before, not the model.
+    """
+    options = dict(position_ids=step.position[None], attention_mask=step.bias[:1], own=own, step=step)
     return head(model, step.ids[None], hidden[None], **options)[0]
 
 

@@ -30,6 +30,7 @@ from sim import World, make_task
 import torch
 from infer import Engine
 from model import load
+from replay import bound, measured_bandwidth
 
 
 @dataclass
@@ -62,8 +63,10 @@ def main(argv):
     weights = sum(p.numel() for p in policy.model.parameters()) / 1e6
     print(f"{weights:.1f} M weights, {cfg.dtype}, {cfg.device}, {torch.get_num_threads()} threads, {cfg.drafts} drafts")
     print(f"{cfg.requests} requests, prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens\n")
-    print(f"{'':12}{'tokens/s':>30}{'ratio to':>20}{'accepted':>18}")
-    names = ("drafts", "plain", "generate", "plain", "generate", "length", "rate", "same tokens")
+    speed = measured_bandwidth(policy.model.device)
+    print(f"bound: tokens/s if reading weights at {speed / 1e9:.1f} GB/s were all there is to do (replay.py)\n")
+    print(f"{'':12}{'tokens/s':>30}{'ratio to':>20}{'bound':>20}{'accepted':>18}")
+    names = ("drafts", "plain", "generate", "plain", "generate", "drafts", "plain", "length", "rate", "same tokens")
     print("concurrency " + "".join(f"{name:>10}" for name in names))
     for level in levels:
         sides = [Engine(policy, level, cfg.context, drafts=k) for k in (cfg.drafts, 0)]
@@ -82,7 +85,11 @@ def main(argv):
             "accepted_length": stats["accepted_length"]
         }
         figures = "".join(f"{statistics.median(runs):10.0f}" for runs in speeds) + "".join(f"{x:10.2f}" for x in ratios)
+        read = [
+            bound(policy, level, k, e.stats.get("accepted_length", 1.0), speed) for k, e in zip((cfg.drafts, 0), sides)
+        ]
         accepted = f"{stats['accepted_length']:10.2f}{stats['draft_acceptance']:10.2f}"
+        figures += "".join(f"{each['tokens_per_s']:10.0f}" for each in read)
         print(f"{level:<12}{figures}{accepted}{'yes' if a == b else 'NO':>11}")
     print(f"\ndrafts accepted at once, 0 to {cfg.drafts}: {stats['accepted']}")
     print(json.dumps({"bench": "speculate"} | {k: round(x, 3) for k, x in first.items()} | {"identical": same}))

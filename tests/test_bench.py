@@ -123,11 +123,12 @@ def test_bench_speculate(headed_dir, model_dir, capsys):
 
 
 def test_bench_verifier(capsys):
-    """Without a GPU only the torch path is measured."""
+    """Without a GPU only the torch paths are measured."""
     words = "--device cpu --vocab 1000 --padding 24 --sequences 2 --repeats 3 --dtype float32"
     out, figures = bench("verifier", words, capsys)
-    assert figures.pop("us_torch") > 0 and figures == {"device": "cpu", "us": None, "us_empty_graph": None}
-    assert "8 rows x 1000 logits in float32, 0.0 MB" in out and out.count("not measured") == 2
+    assert figures.pop("us_torch") > 0 and figures.pop("us_delta_torch") > 0
+    assert figures == {"device": "cpu", "us": None, "us_empty_graph": None, "us_delta": None}
+    assert "8 rows x 1000 logits in float32, 0.0 MB" in out and out.count("not measured") == 3
     with pytest.raises(BadInput, match="padding 1000: must be less than vocab 1000"):
         bench("verifier", f"{words} --padding 1000", capsys)
 

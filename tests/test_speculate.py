@@ -85,32 +85,32 @@ def heads(model, sequences):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def told(request):
-    """A policy, and what a greedy run of seven loops says without drafts."""
+    """A policy, and what a greedy run of eight loops says without drafts."""
     policy = of_family(request.param)
-    return policy, Engine(policy, slots=7, context=256).run(loops(7), list(range(7)), greedy=True)
+    return policy, Engine(policy, slots=8, context=256).run(loops(8), list(range(8)), greedy=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # greedy
 
 
-GRID = [(1, 4), (2, 8), (3, 1), (3, 16), (4, 2), (5, 8), (6, 5)]  # drafts, slots
+GRID = [(1, 1), (1, 8), (2, 4), (2, 7), (3, 1), (3, 3), (3, 8), (4, 2), (4, 6), (5, 5), (5, 8), (6, 4)]  # drafts, slots
 
 
 @pytest.mark.parametrize("kind", ["knows", "untrained", "worst", "broken", "eos", "half"])
 def test_greedy_with_drafts_is_plain_greedy(told, kind):  # FAULTS 44, 45, 49
     policy, want = told
     policy.mtp = heads(policy.model, tokens_of(want))[kind]
-    for drafts, slots in GRID if kind in ("knows", "untrained", "worst") else [(3, 16), (5, 4)]:
+    for drafts, slots in GRID if kind in ("knows", "untrained", "worst") else [(3, 8), (5, 4)]:
         engine = Engine(policy, slots=slots, context=256, drafts=drafts)
-        got = engine.run(loops(7), list(range(7)), greedy=True)
+        got = engine.run(loops(8), list(range(8)), greedy=True)
         assert tokens_of(got) == tokens_of(want), (drafts, slots)
         assert [r[3] for r in got] == [r[3] for r in want]
         for a, b in zip(got, want, strict=True):
             assert np.allclose(a[2], b[2], atol=1e-4)
         if kind == "knows":
             assert engine.stats["draft_acceptance"] > 0.8
-            assert slots > 1 or engine.stats["steps"] < 0.45 * engine.stats["sampled"]
+            assert (drafts, slots) != (3, 1) or engine.stats["steps"] < 0.45 * engine.stats["sampled"]
         if kind in ("worst", "broken"):
             assert engine.stats["draft_acceptance"] < 0.1
 
@@ -217,14 +217,19 @@ def test_log_probs_are_those_of_the_trainer(told, guided):
     assert (token_logps(policy.model, ids, mask, temperature=0.2) - logps).abs().max() < 1e-3
 
 
-def test_same_seed_same_output_in_any_batch(told):
+@pytest.mark.parametrize("temperature", [1.0, 0.2])
+def test_same_seed_same_output_in_any_batch(told, guided, temperature):
+    """Where next to no draft is right, and where many are."""
     policy, _ = told
     policy.mtp = Untrained(policy.model)
-    want = Engine(policy, slots=12, context=256).run(loops(9), list(range(9)))
+    options = dict(context=256, temperature=temperature, drafts=3)
+    make = guided if temperature < 1 else Engine
+    want = (engine := make(policy, slots=12, **options)).run(loops(9), list(range(9)))
+    assert temperature == 1 or engine.stats["draft_acceptance"] > 0.3
     order = random.Random(5).sample(range(9), 9)
-    got = Engine(policy, slots=4, context=256).run([loops(9)[i] for i in order], order)
+    got = make(policy, slots=4, **options).run([loops(9)[i] for i in order], order)
     assert tokens_of(got) == [tokens_of(want)[i] for i in order]
-    alone = Engine(policy, slots=1, context=256).run(loops(9)[3:4], [3])
+    alone = make(policy, slots=1, **options).run(loops(9)[3:4], [3])
     assert tokens_of(alone) == tokens_of(want)[3:4]
 
 
@@ -288,36 +293,34 @@ def test_verified_tokens_have_the_distribution(temperature, top_p, top_k):
             assert torch.allclose(got, cuts[context[i]].log()[tokens[rows, i]].float(), atol=1e-5)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["untrained", "likely"])
-def test_rollouts_have_the_distribution(kind):
-    """3,000 rollouts of three tokens against the probabilities of all that they could say."""
-    policy = create(toy_tokenizer(), hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=32, seed=2)
-    model, prompt, n, options = sharpen(policy.model), [5, 6, 7], 3000, dict(temperature=0.8, top_p=0.95, top_k=5)
+def test_rollouts_have_the_distribution(kind, family):
+    """Rollouts of five tokens against the probabilities of all that they can say; `likely` drafts what is said most."""
+    policy, prompt, n = of_family(family), [5, 6, 7], 6000
+    model, options = sharpen(policy.model), dict(temperature=0.8, top_p=0.95, top_k=3)
 
     @torch.no_grad()
-    def after(*ids):
-        return cut(model(torch.tensor([prompt + list(ids)])).logits[0, -1, : WORDS + 5], *options.values())
+    def after(ids):
+        logits = model(torch.tensor([prompt + list(x) for x in ids])).logits[:, -1, : WORDS + 5]
+        return [cut(row, *options.values()) for row in logits]
 
-    first = after()
-    words = sorted(int(v) for v in first.nonzero())
-    want = {}
-    for a in words:
-        second = after(a)
-        for b in (int(v) for v in second.nonzero()):
-            third = after(a, b)
-            want |= {(a, b, int(c)): float(first[a] * second[b] * third[c]) for c in third.nonzero()}
+    want = {(): 1.0}
+    for _ in range(5):
+        each = zip(want.items(), after(want), strict=True)
+        want = {(*ids, int(v)): p * float(q[v]) for (ids, p), q in each for v in q.nonzero()}
     assert abs(sum(want.values()) - 1) < 1e-6 and len(want) > 30
-    likely = dict((p, max((w for w in want), key=want.get)[p - 2]) for p in (3, 4))
+    likely = dict(enumerate(max(want, key=want.get), len(prompt)))
     policy.mtp = Untrained(model) if kind == "untrained" else Says(model, lambda p, token: likely.get(p + 1, 0))
     engine = Engine(policy, slots=250, **options)
     engine.stop_ids = frozenset()
 
     def agent():
-        got = yield Turn(prompt, [], 3)
+        got = yield Turn(prompt, [], 5)
         return tuple(got.ids)
 
     said = engine.run([agent() for _ in range(n)], list(range(n)))
-    assert sum(engine.stats["accepted"]) > 2000
+    assert kind == "untrained" or sum(engine.stats["accepted"][2:]) > 1000
     keys = list(want)
     seen = torch.tensor([said.count(key) for key in keys])
     assert seen.sum() == n
@@ -342,7 +345,7 @@ def test_a_nan_does_not_outlive_its_rollout():
     assert tokens_of(got[1:4]) == tokens_of(got[5:]) == tokens_of(want)
 
 
-def test_padding_of_the_vocabulary_is_never_drafted(told):  # FAULTS 47
+def test_padding_of_the_vocabulary_is_never_drafted():  # FAULTS 47
     policy = create(toy_tokenizer(), hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64)
     with torch.no_grad():
         policy.model.get_input_embeddings().weight[policy.codec.vocab_size :] = 50.0
@@ -369,14 +372,35 @@ def test_statistics_of_acceptance(told):
     policy, want = told
     policy.mtp = knows(policy.model, tokens_of(want))
     engine = Engine(policy, slots=3, context=256, drafts=3)
-    got = engine.run(loops(7), list(range(7)), greedy=True)
+    got = engine.run(loops(8), list(range(8)), greedy=True)
     s = engine.stats
     assert s["sampled"] == sum(sum(r[1]) for r in got)
     times, right = sum(s["accepted"]), sum(i * n for i, n in enumerate(s["accepted"]))
     assert len(s["accepted"]) == 4 and s["accepted"][3] > s["accepted"][0]
-    assert s["accepted_length"] == 1 + right / times and s["acceptance"] == s["accepted_length"] / 4
+    assert s["accepted_length"] == s["yielded"] / times <= 1 + right / times
+    assert s["acceptance"] == s["accepted_length"] / 4
     assert s["draft_acceptance"] == right / s["drafted"] and s["drafted"] <= 3 * times
     assert s["draft_s"] > 0
+
+
+@pytest.mark.parametrize("end", [0, 1, 2, 3, 4, 5])
+def test_an_accepted_end_of_turn_is_the_last_token(end):
+    """All drafts are right: after the first token a message of n takes (n - 1) / 4 verifications, rounded up."""
+    policy, prompt, says = of_family("qwen3"), [5, 6, 7], [*range(10, 14 + end), EOS]
+    nexts = {p: token for p, token in enumerate(says, len(prompt))}
+    policy.mtp = Says(policy.model, lambda p, token: nexts.get(p + 1, 0))
+    engine = Engine(policy, slots=1, context=64)
+    engine._logits = lambda hidden, new, drafts: wanted(engine, drafts, nexts)
+    [got] = engine.run([loop(prompt, 1, 0)], [0], greedy=True)
+    assert got[0] == prompt + says and engine.stats["yielded"] == len(says) - 1
+    assert engine.stats["accepted_length"] == (len(says) - 1) / -(-(len(says) - 1) // 4)
+
+
+def wanted(engine, drafts, nexts):
+    """Logits (1, Q, V) of a policy that says what comes next at each place."""
+    [row], width = engine.rows, 1 + int(drafts.max())
+    places = [row.length + i for i in range(width)]
+    return nn.functional.one_hot(torch.tensor([[nexts.get(p, 0) for p in places]]), 128).float()
 
 
 def test_drafts_that_do_not_pay_are_told(told, monkeypatch):  # FAULTS 40
@@ -384,6 +408,7 @@ def test_drafts_that_do_not_pay_are_told(told, monkeypatch):  # FAULTS 40
     policy.mtp = Worst()
     monkeypatch.setattr("infer.ENOUGH", 20)
     with pytest.warns(
-        UserWarning, match=r"drafting does not pay: with 3 drafts a step takes \d+\.\d+ times as long and has 1"
+        UserWarning,
+        match=r"drafting does not pay: with 3 drafts a step takes \d+\.\d+ times as long as its forward and has 1",
     ):
         Engine(policy, slots=4, context=256).run(loops(4), list(range(4)))
