@@ -5,7 +5,7 @@ and its reply states, by REWARD_TABLE:
 
     A_s     = sum_k w_sk (r_k - mean_G r_k) / (std_G r_k + 1e-4)     each reward in its group (GDPO); std 0 -> exactly 0
     A_hat_s = A_s / max(std_batch A_s, floor) + pen_s                one scale for the batch, bounded by the floor
-    p_i     = sum over states of s: -size clip((L_think - free) / (full - free), 0, 1)
+    p_i     = sum over states of s: -size clip((L_think - free) / (full - free), 0, 1), at least -MOST
     pen_s   = p_i - mean_G p                                         short reasoning: centred in the group, never scaled
     rho_s   = exp(mean_{t in s}(logp_t - logp_old_t))                one ratio per segment (GSPO), over sampled tokens
     rho_st  = sg[rho_s] exp(logp_t - sg[logp_t])                     its token form
@@ -41,6 +41,10 @@ REWARD_TABLE = {
     "tool": {"tool": 1.0, "skill": 1.0, "accuracy": 1.0},
     "reply": {"accuracy": 1.0, "effectiveness": 1.0},
 }
+
+
+# In a batch of the largest scale accuracy alone is worth 2 / 3. Six states at the size of the report, 0.1.
+MOST = 0.6
 
 
 class Rules(Protocol):
@@ -97,9 +101,12 @@ def conditioned(rewards: dict[str, Tensor]) -> dict[str, Tensor]:
     return rewards | {"effectiveness": rewards["effectiveness"].where(rewards["accuracy"] >= 1, unearned)}
 
 
-def think_penalty(tokens: int, free: int, full: int, size: float = 0.1) -> float:
-    """Penalty of one state with that many reasoning tokens: 0 up to `free`, then linear, -size from `full` on."""
-    return -size * min(max((tokens - free) / (full - free), 0.0), 1.0)
+def think_penalty(states: list[int], free: int, full: int, size: float = 0.1) -> float:
+    """p_i of a segment whose states have so many reasoning tokens: 0 up to `free`, linear, -size from `full` on.
+
+    Never below -MOST: what is right at any length must rank above what is wrong and short.
+    """
+    return -min(size * sum(min(max((n - free) / (full - free), 0.0), 1.0) for n in states), MOST)
 
 
 def segment_advantages(

@@ -183,7 +183,7 @@ def measure(trajectory: Trajectory, cfg: Config) -> dict[str, float]:
     row = measure_rollout(trajectory)
     for name, segment in SEGMENTS.items():
         think = [sum(trajectory.think[t] for t in where) for s, where in trajectory.states() if s == segment]
-        row[f"penalty/{name}"] = sum(think_penalty(n, cfg.think_free, cfg.think_full, cfg.think_penalty) for n in think)
+        row[f"penalty/{name}"] = think_penalty(think, cfg.think_free, cfg.think_full, cfg.think_penalty)
     return row
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import objective
+import rl
 from facts import REWARDS
 
 NAN = math.nan
@@ -122,7 +123,9 @@ def test_advantages_that_differ_on_single_rewards_are_kept():
 
 @pytest.mark.parametrize("tokens, penalty", [(0, 0), (100, 0), (101, -0.001), (150, -0.05), (200, -0.1), (9999, -0.1)])
 def test_think_penalty_is_linear_and_bounded(tokens, penalty):
-    assert objective.think_penalty(tokens, free=100, full=200) == pytest.approx(penalty)
+    assert objective.think_penalty([tokens], free=100, full=200) == pytest.approx(penalty)
+    assert objective.think_penalty([tokens, 0, 150], free=100, full=200) == pytest.approx(penalty - 0.05)
+    assert objective.think_penalty([], free=100, full=200) == 0
 
 
 def test_penalty_is_centred_and_not_scaled():
@@ -136,9 +139,11 @@ def test_penalty_is_centred_and_not_scaled():
 
 @pytest.mark.parametrize("right", range(1, 8))
 def test_long_and_right_never_ranks_below_short_and_wrong(right):
-    """FAULTS 23: full penalty in six states against none, beside a batch whose scale is as large as it can be."""
-    good = [1.0] * right + [0.0] * (8 - right)
-    penalty = [[-0.6, -0.1]] * right + [[0.0, 0.0]] * (8 - right) + [[0, 0]] * 200
+    """FAULTS 23: full penalty in many states against none, beside a batch whose scale is as large as it can be."""
+    good, cfg = [1.0] * right + [0.0] * (8 - right), rl.Config()
+    worst = objective.think_penalty([500] * 8, cfg.think_free, cfg.think_full, cfg.think_penalty)
+    assert worst == pytest.approx(-0.6)
+    penalty = [[worst, worst]] * right + [[0.0, 0.0]] * (8 - right) + [[0, 0]] * 200
     other = [1.0, 0.0] * 100
     everything = {name: [1.0] * 8 + other for name in REWARDS} | {"accuracy": good + other}
     out = advantages([0] * 8 + [1] * 200, penalty=penalty, **everything)
