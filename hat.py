@@ -92,6 +92,7 @@ class Step:
 
 BASE = "base"
 HSA, FIXED = ("--harness-mode", "hsa"), ("--harness-mode", "fixed")
+SLOW = ("--lr", "1e-4")  # of RL after SFT: at the rate that suits a base it loses what SFT has taught (LOG.md)
 ROWS = {  # of the ablation table: label -> step
     "Base": BASE,
     "Fixed-SFT": "fixed-sft",
@@ -111,13 +112,13 @@ def plan(cfg: Config) -> dict[str, Step]:
         return {
             f"hsa-sft{end}": Step("sft", BASE, (*HSA, *options)),
             f"hsa-opd{end}": Step("opd", f"hsa-sft{end}"),
-            f"hat{end}": Step("rl", f"hsa-opd{end}", (*HSA, *options)),
+            f"hat{end}": Step("rl", f"hsa-opd{end}", (*HSA, *SLOW, *options)),
         }
 
     steps = chain()
     if cfg.ablate:
         steps |= {"fixed-sft": Step("sft", BASE, FIXED), "fixed-opd": Step("opd", "fixed-sft")}
-        steps |= {"fixed-rl": Step("rl", "hsa-opd", FIXED)}
+        steps |= {"fixed-rl": Step("rl", "hsa-opd", (*FIXED, *SLOW))}
     for dimension in cfg.leave_out:
         steps |= chain(without(dimension), "--leave-out", dimension)
     return steps

@@ -91,6 +91,7 @@ class RL:
     seed: int = 0
     device: str = "auto"
     harness_mode: str = "hsa"
+    lr: float = 0.0
     leave_out: str = "none"
     resume: bool = False
 
