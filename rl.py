@@ -112,8 +112,8 @@ class Config:
     condition: bool = option(False, "effectiveness counts only where accuracy is 1")
     floor: float = option(0.5, "least batch std to divide by: one informative group of many must not blow up", min=1e-6)
     think_penalty: float = option(0.5, "largest penalty per state for long reasoning (the report: 0.1)", min=0)
-    think_free: int = option(20, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
-    think_full: int = option(72, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
+    think_free: int = option(32, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
+    think_full: int = option(84, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
     think_gate: float = option(0.5, "mean accuracy of a group from which on reasoning costs", min=0, max=1)
 
     # update

@@ -295,7 +295,7 @@ def test_rows_of_other_sets_or_of_another_base_are_refused(tmp_path, calls, monk
 def test_a_number_of_processes_that_a_stage_cannot_share_is_refused():
     with pytest.raises(BadInput, match="rl.py: --groups must be a multiple of the 8 processes"):
         hat.refuse(config("--rl=--groups 12"), 8)
-    with pytest.raises(BadInput, match="rl.py: --think-full 72 must be above --think-free 100"):
+    with pytest.raises(BadInput, match="rl.py: --think-full 84 must be above --think-free 100"):
         hat.refuse(config("--rl=--think-free 100"))
 
 
