@@ -60,7 +60,7 @@ from reword import Endpoint, Rewriter
 from augment import augment
 from sim import NO_FAULTS, Faults, Task, World, make_task
 from facts import REWARDS
-from samples import Dimension, harness_for
+from samples import Dimension, another_state
 from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, set_rate
 from model import shared_prefix, token_logps
 from fsdp import load_optimizer_state, optimizer_state, shard, weights, whole
@@ -161,6 +161,7 @@ def training_jobs(
     """(harness, task, room, seed) per rollout. A group shares task, harness and tool faults, not its sampling seed.
 
     In mixed mode its members act under harnesses of their own: then what is rewarded is to do well under any of them.
+    Each step has groups, or each group has members, of either kind: as many as `augmented` says, rounded.
     """
     jobs, ramp = [], min(1.0, step / cfg.fault_ramp) if cfg.fault_ramp else 1.0
     faults = Faults(*(ramp * rate for rate in cfg.faults))
@@ -172,7 +173,9 @@ def training_jobs(
         for member in range(cfg.group_size):
             own = (member,) if cfg.harness_mode == "mixed" else ()
             if own or member == 0:
-                harness = harness_for(original, cfg, seed_of(cfg.seed, "harness", step, g, *own), needed, rewrite)
+                place, harness = member if own else g, original
+                if cfg.harness_mode != "fixed" and int((place + 1) * cfg.augmented) > int(place * cfg.augmented):
+                    harness = another_state(original, cfg, seed_of(cfg.seed, "harness", step, g, *own), needed, rewrite)
             room = task.open(faults, seed_of(cfg.seed, "room", step, g))
             jobs.append((harness, task, room, seed_of(cfg.seed, "rollout", step, g, member)))
     return jobs

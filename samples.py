@@ -332,8 +332,14 @@ def find(things: list, name: Any, what: str) -> Any:
 
 def harness_for(original: Harness, cfg: Options, seed: int, keep: set[str], rewrite: Rewriter | None = None) -> Harness:
     """The original harness, or with P(augmented) another state of it, in words of the train pool or the rewriter."""
-    if cfg.harness_mode == "fixed" or random.Random(seed_of("augmented", seed)).random() >= cfg.augmented:
-        return original
+    acts = cfg.harness_mode != "fixed" and random.Random(seed_of("augmented", seed)).random() < cfg.augmented
+    return another_state(original, cfg, seed, keep, rewrite) if acts else original
+
+
+def another_state(
+    original: Harness, cfg: Options, seed: int, keep: set[str], rewrite: Rewriter | None = None
+) -> Harness:
+    """What a training sees in place of the original. keep: ids of the skills that its request needs."""
     envelope = ENVELOPE if cfg.leave_out == "none" else replace(ENVELOPE, **{cfg.leave_out: 0.0})
     return augment(original, seed, envelope, "train", keep, rewrite)[0]
 

@@ -29,7 +29,14 @@ def test_hsa_rollouts_share_a_harness_in_a_group_and_differ_between_groups():
     cfg = rl.Config(groups=16, group_size=2, harness_mode="hsa")
     commits = [h.commit for h, *_ in rl.training_jobs(cfg, world, harness, 1, range(16))]
     assert commits[::2] == commits[1::2]  # a group is one task under one harness
-    assert 3 < commits[::2].count(harness.commit) < 13  # some groups on the original
+    assert commits[::2].count(harness.commit) == 8  # in each step as many groups on the original
+    shares = [
+        rl.training_jobs(
+            rl.Config(groups=8, group_size=1, harness_mode="hsa", augmented=a), world, harness, 1, range(8)
+        )
+        for a in (0.0, 0.3, 1.0)
+    ]
+    assert [sum(h is not harness for h, *_ in jobs) for jobs in shares] == [0, 2, 8]
     assert len(set(commits)) > 4
     fixed = rl.training_jobs(rl.Config(groups=4), world, harness, 1, range(4))
     assert {h.commit for h, *_ in fixed} == {harness.commit}
@@ -43,7 +50,7 @@ def test_mixed_groups_share_a_task_under_harnesses_of_their_own():
         harnesses, tasks, rooms, _ = zip(*group)
         commits = [h.commit for h in harnesses]
         assert len({task.seed for task in tasks}) == len({room.seed for room in rooms}) == 1
-        assert len(set(commits)) > 2 and 0 < commits.count(harness.commit) < 12
+        assert len(set(commits)) > 2 and commits.count(harness.commit) == 6
 
 
 def test_a_rewriter_rewords_the_harnesses_of_rollouts():
