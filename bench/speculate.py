@@ -66,7 +66,7 @@ def main(argv):
     speed = measured_bandwidth(policy.model.device)
     print(f"bound: tokens/s if reading weights at {speed / 1e9:.1f} GB/s were all there is to do (replay.py)\n")
     print(f"{'':12}{'tokens/s':>30}{'ratio to':>20}{'bound':>20}{'accepted':>18}")
-    names = ("drafts", "plain", "generate", "plain", "generate", "drafts", "plain", "length", "rate", "same tokens")
+    names = ("drafts", "plain", "generate", "plain", "generate", "drafts", "plain", "length", "rate", "same")
     print("concurrency " + "".join(f"{name:>10}" for name in names))
     for level in levels:
         sides = [Engine(policy, level, cfg.context, drafts=k) for k in (cfg.drafts, 0)]
@@ -77,8 +77,8 @@ def main(argv):
             theirs = generate(policy, mine, level, cfg)
             if repeat:
                 same &= a == b
-                for speed, runs in zip((ours, plain, theirs), speeds):
-                    runs.append(speed)
+                for side, runs in zip((ours, plain, theirs), speeds):
+                    runs.append(side)
         stats = sides[0].stats
         ratios = [statistics.median(x / y for x, y in zip(speeds[0], other)) for other in speeds[1:]]
         first = first or dict(zip(("ratio_vs_plain", "ratio_vs_generate"), ratios)) | {
