@@ -92,7 +92,8 @@ class Step:
 
 BASE = "base"
 HSA, FIXED = ("--harness-mode", "hsa"), ("--harness-mode", "fixed")
-SLOW = ("--lr", "1e-4")  # of RL after SFT: at the rate that suits a base it loses what SFT has taught (LOG.md)
+# of RL after SFT: at the rate and the ramp that suit a base it loses what SFT has taught (LOG.md)
+GENTLY = ("--lr", "1e-4", "--think-free", "32", "--think-full", "84")
 ROWS = {  # of the ablation table: label -> step
     "Base": BASE,
     "Fixed-SFT": "fixed-sft",
@@ -112,13 +113,13 @@ def plan(cfg: Config) -> dict[str, Step]:
         return {
             f"hsa-sft{end}": Step("sft", BASE, (*HSA, *options)),
             f"hsa-opd{end}": Step("opd", f"hsa-sft{end}"),
-            f"hat{end}": Step("rl", f"hsa-opd{end}", (*HSA, *SLOW, *options)),
+            f"hat{end}": Step("rl", f"hsa-opd{end}", (*HSA, *GENTLY, *options)),
         }
 
     steps = chain()
     if cfg.ablate:
         steps |= {"fixed-sft": Step("sft", BASE, FIXED), "fixed-opd": Step("opd", "fixed-sft")}
-        steps |= {"fixed-rl": Step("rl", "hsa-opd", (*FIXED, *SLOW))}
+        steps |= {"fixed-rl": Step("rl", "hsa-opd", (*FIXED, *GENTLY))}
     for dimension in cfg.leave_out:
         steps |= chain(without(dimension), "--leave-out", dimension)
     return steps

@@ -19,7 +19,7 @@ steps. objective.py has the equations, each with its variants; this file makes t
     torchrun --nproc_per_node=8 rl.py --shard --groups 16  # and so are weights and optimizer (fsdp.py)
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
-Expect under small: the score of 200 unseen requests rises from 87 to 90, and its reasoning gets shorter by half. The
+Expect under small: the score of 200 unseen requests rises from 87 to 89, and its reasoning gets shorter by half. The
 run ends with the same requests before and after, and leaves OUT/model (a Hugging Face directory), reward.png,
 think_length.png, trajectories.jsonl (the last evaluation, rank 0's) and, from each step that was saved, its ten worst
 and ten best rollouts in rollouts-STEP.jsonl: `python harness.py trace FILE --count 20` shows them. With --keep-rollouts
@@ -112,8 +112,8 @@ class Config:
     condition: bool = option(False, "effectiveness counts only where accuracy is 1")
     floor: float = option(0.5, "least batch std to divide by: one informative group of many must not blow up", min=1e-6)
     think_penalty: float = option(0.5, "largest penalty per state for long reasoning (the report: 0.1)", min=0)
-    think_free: int = option(32, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
-    think_full: int = option(84, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
+    think_free: int = option(20, "reasoning tokens per state that cost nothing (the report: 100)", min=0)
+    think_full: int = option(72, "reasoning tokens per state that cost the whole penalty (the report: 200)", min=1)
     think_gate: float = option(0.5, "mean accuracy of a group from which on reasoning costs", min=0, max=1)
 
     # update

@@ -92,6 +92,8 @@ class RL:
     device: str = "auto"
     harness_mode: str = "hsa"
     lr: float = 0.0
+    think_free: int = 0
+    think_full: int = 1
     leave_out: str = "none"
     resume: bool = False
 
