@@ -348,14 +348,14 @@ def test_an_expired_rollout_may_still_end_in_order(policy):
 def test_a_stuck_tool_stops_nobody_else(policy):
     def stuck():
         yield Turn([1, 2, 3], [], 2)
-        time.sleep(4)
+        time.sleep(20)
         yield Turn([1], [], 2)
 
-    engine = Engine(policy, slots=3, deadline_s=0.6)
+    engine = Engine(policy, slots=3, deadline_s=2.0)  # enough for the others, on a busy machine too
     got = engine.run([stuck(), *loops(5, turns=2)], list(range(6)))
     assert got[0] is None and engine.stats["stuck"] == 1
     assert all(r is not None for r in got[1:])
-    assert engine.stats["seconds"] < 3.5
+    assert engine.stats["seconds"] < 15
     want = Engine(policy, slots=3).run(loops(5, turns=2), [1, 2, 3, 4, 5])
     assert tokens_of(got[1:]) == tokens_of(want)
 
