@@ -147,6 +147,7 @@ def sample_file(config, counts):
             "data/general.py",
             "data/names.py",
             "data/base_words.py",
+            "data/layouts.py",
             "data/random_harness.py",
         )
     ]
