@@ -37,6 +37,8 @@ ECHO = 2048  # tokens of a micro-batch of echoes or quotations
 GAPS = (0, 1, 4, 16, 64)  # tokens between the two halves of an echo
 QUOTED = 160  # tokens of all pieces that are quoted from one context
 LENGTHS = [*range(32, 129, 16), *range(160, 257, 32), *range(320, 1025, 64), 1280, 1536, 2048]
+CODE = """chat.py parts.py checks.py harness.py sim.py oracle.py
+data/base_samples.py data/general.py data/names.py data/base_words.py data/layouts.py data/random_harness.py""".split()  # what samples are made from: when it changes they are made anew
 SAID, THOUGHT = 1, 2  # mask values; reasoning is trained but not scored: its wording is free
 
 
@@ -134,23 +136,7 @@ def make_data(config, start=0):
 def sample_file(config, counts):
     """Path of the cache file for these settings and the files that samples are made from."""
     key = hashlib.sha256(repr((sorted(counts.items()), config.seed, config.strange, config.max_length)).encode())
-    code = [
-        ROOT / name
-        for name in (
-            "chat.py",
-            "parts.py",
-            "checks.py",
-            "harness.py",
-            "sim.py",
-            "oracle.py",
-            "data/base_samples.py",
-            "data/general.py",
-            "data/names.py",
-            "data/base_words.py",
-            "data/layouts.py",
-            "data/random_harness.py",
-        )
-    ]
+    code = [ROOT / name for name in CODE]
     shown = sorted(
         path for part in ("harness", "world") for path in (ROOT / "data" / part).rglob("*") if path.is_file()
     )

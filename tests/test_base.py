@@ -4,7 +4,10 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 from itertools import groupby, islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -301,3 +304,14 @@ def test_another_number_of_steps_is_another_run(tmp_path):
     common.write_json(tmp_path / "run" / "config.json", vars(make_base.Config(run=str(tmp_path / "run"))))
     with pytest.raises(BadInput, match="steps was 12000 and is now 5000"):
         make_base.main(["--run", str(tmp_path / "run"), "--resume", "--steps", "5000"])
+
+
+def test_samples_are_kept_by_all_the_code_that_makes_them():
+    """Every module of ours that base_samples.py stands on, but for common.py, which decides on no sample."""
+    look = "import sys, data.base_samples; print(*(getattr(m, '__file__', 0) for m in sys.modules.values()))"
+    done = subprocess.run(
+        [sys.executable, "-c", look], cwd=base_samples.ROOT, capture_output=True, text=True, check=True
+    )
+    root, paths = base_samples.ROOT, map(Path, done.stdout.split())
+    ours = {str(path.relative_to(root)) for path in paths if path.parent in (root, root / "data")}
+    assert ours - {"common.py"} == set(base_samples.CODE)
