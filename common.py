@@ -73,7 +73,7 @@ def cli(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` and exit with what it returns; one line and 2 for bad input or a full disk, 130 for ^C."""
     name = Path(sys.argv[0]).name
     try:
-        sys.exit(main(sys.argv[1:]))
+        leave(main(sys.argv[1:]))
     except BrokenPipeError:  # `python harness.py show | head`; what is still buffered has no reader either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
@@ -85,6 +85,20 @@ def cli(main: Callable[[list[str]], int | None]) -> None:
             raise
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def leave(status: int | None) -> None:
+    """Exit; a rank of a process group without the interpreter's own end.
+
+    A thread of gloo that drops its last tensor during that end is stopped inside C++, which aborts a rank whose work is
+    done. destroy_process_group does not join those threads after fully_shard, whose caches keep the group.
+    """
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status or 0)
+    sys.exit(status)
 
 
 def closest(word: str, options: Iterable[str]) -> str:

@@ -489,6 +489,22 @@ def test_one_process_needs_no_group():
     ranks.barrier()
 
 
+def test_a_rank_is_gone_once_its_work_is_done(tmp_path):
+    """The interpreter's own end would wait for nobody, and stop a thread of the group inside C++: an abort."""
+    tool = tmp_path / "tool.py"
+    tool.write_text("""
+import atexit, common, torch.distributed as group
+def main(argv):
+    group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
+    atexit.register(print, "the interpreter's end")
+    print("done")
+    return 3
+common.cli(main)
+""")
+    done = python(tool, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "done\n"), done.stderr
+
+
 RANK = """
 import sys, common, torch
 from dataclasses import dataclass
