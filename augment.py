@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count, groupby
 from typing import Any, Literal
 
-from common import BadInput, cli, option, parse, seed_of
+from common import BadInput, cli, closest, option, parse, seed_of
 from parts import LOAD_SKILL, Skill
 from checks import Deny, Hook, Moment, broken_rule
 from harness import Harness, assemble
@@ -126,7 +126,7 @@ class Draft:
         """Set box.key, or box[key] of a dict; noted when it was another value."""
         if (old := read(box, key)) != value:
             self.note(change, at, old, value)
-            box.__setitem__(key, value) if isinstance(box, dict) else setattr(box, key, value)
+            box.__setitem__(key, value) if isinstance(box, dict | list) else setattr(box, key, value)
 
     def reword(self, text: str, what: str, at: str) -> str:
         """The rewriter's text, or the same one when that is not faithful."""
@@ -134,7 +134,8 @@ class Draft:
             return text
         must = [x.name for x in (*self.h.skills, *self.h.tools)]
         must += [str(value) for s in self.h.skills for value in s.rules.values() if len(str(value)) > 1]
-        new = self.rewrite(text, what, self.rng)
+        new = self.rewrite(text, what, self.rng).strip()
+        new = new and re.match(r"\s*", text)[0] + new + re.search(r"\s*$", text)[0]  # a model gives the words alone
         if why := unfaithful(text, new, tuple(must), max(1024, len(text)) if what == "description" else 4096):
             self.log.append({"dimension": self.dimension, "change": "rejected", "at": at, "text": text, "why": why})
             return text
@@ -264,17 +265,19 @@ class Draft:
         return "\n".join(out)
 
 
-def read(box: Any, key: str) -> Any:
-    return box.get(key) if isinstance(box, dict) else getattr(box, key)
+def read(box: Any, key: str | int) -> Any:
+    return box.get(key) if isinstance(box, dict) else box[key] if isinstance(box, list) else getattr(box, key)
 
 
-def descriptions(at: str, schema: Any) -> Iterator[tuple[str, dict, str]]:
-    """(place, box, key) of every description inside a JSON schema."""
+def descriptions(at: str, schema: Any) -> Iterator[tuple[str, dict | list, str | int]]:
+    """(place, box, key) of every text inside a JSON schema: descriptions, titles, defaults, examples."""
     for x in schema if isinstance(schema, list) else ():  # Harness.diff names a list as a whole
         yield from ((at, box, key) for _, box, key in descriptions(at, x))
     for key, value in schema.items() if isinstance(schema, dict) else ():
-        if key == "description" and isinstance(value, str):
+        if key in ("description", "title", "default", "const") and isinstance(value, str):
             yield f"{at}/{key}", schema, key
+        elif key == "examples" and isinstance(value, list):
+            yield from ((f"{at}/{key}", value, i) for i, x in enumerate(value) if isinstance(x, str))
         yield from descriptions(f"{at}/{key}", value)
 
 
@@ -294,7 +297,7 @@ def hook_places(h: Harness) -> list[tuple[str, Hook]]:
 def skill_id(d: Draft) -> None:
     """Routing by a fixed name ends: other names and descriptions, more skills or fewer, in any order."""
     h, own, before = d.h, list(d.h.skills), [s.id for s in d.h.skills]
-    names = {s.name for s in own}
+    old = {s.id: s.name for s in own}
     for s in d.rng.sample(own, len(own)):
         if d.chance(d.e.mask_skill) and not needed(d, s):
             d.note("mask", f"skills/{s.id}", asdict(s), None)
@@ -311,9 +314,13 @@ def skill_id(d: Draft) -> None:
         h.skills.remove(s)
         h.skills.insert(d.rng.randint(0, len(h.skills)), s)
     d.reorder("skills", before)
-    for schema in h.tool(LOAD_SKILL).parameters["properties"].values() if h.tool(LOAD_SKILL) else ():
-        if isinstance(schema, dict) and set(schema.get("enum", ())) == names:  # the loader lists what it loads
-            d.put("mention", f"tools/{LOAD_SKILL}/parameters", schema, "enum", [s.name for s in h.skills])
+    loader = h.tool(LOAD_SKILL).parameters["properties"].values() if h.tool(LOAD_SKILL) else ()
+    for schema in (x for x in loader if isinstance(x, dict) and "enum" in x):  # it lists what it loads, or some of it
+        listed, known = schema["enum"], [*old.values()]
+        whole = all(name in listed for name in known)
+        shown = [s.name for s in h.skills if whole or old.get(s.id) in listed]
+        shown += [x for x in listed if x not in known]
+        d.put("mention", f"tools/{LOAD_SKILL}/parameters", schema, "enum", shown)
 
 
 def needed(d: Draft, s: Skill) -> bool:
@@ -335,8 +342,8 @@ def skill_content(d: Draft) -> None:
         d.roll(d.seed, d.dimension, s.id)
         masked = {key for key in FORM_RULES if key in s.rules and d.chance(d.e.mask_rule) and only_plain(s.body, key)}
         free = d.bank.knows if s.kind == "reply" else plain_rule  # what else a strategy says are steps, in order
-        body = d.recast(f"skills/{s.id}/body", s.body, free, {f"{{{key}}}" for key in masked})
-        if not body.strip():
+        body = d.recast(f"skills/{s.id}/body", s.body, free, {f"{{{key}}}" for key in masked}).strip()
+        if not body:
             continue  # nothing but masked rules
         d.put("mask" if masked else "recast", f"skills/{s.id}/body", s, "body", body)
         d.put("mask", f"skills/{s.id}/rules", s, "rules", {k: v for k, v in s.rules.items() if k not in masked})
@@ -543,6 +550,9 @@ def show(c: Config) -> None:
     """Print a harness before and after: the log, what changed per module, the assembled prompt as a unified diff."""
     alone = {name: float(name == c.only) for name in DIMENSIONS} if c.only != "all" else {}
     h, rewrite = Harness.load(c.harness), Endpoint(c.endpoint, c.llm, c.pool) if c.endpoint else None
+    for id in c.keep:
+        if h.skill(id) is None:
+            raise BadInput(f"--keep: no skill {id!r} in {c.harness}{closest(id, [s.id for s in h.skills])}")
     new, log = augment(h, c.seed, replace(c, **alone), c.pool, set(c.keep) or None, rewrite)
     for entry in log:
         values = [json.dumps(entry.get(key), ensure_ascii=False) for key in ("from", "to")]

@@ -19,9 +19,12 @@ from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Literal
 
 from common import BadInput
+
+from tokenizers import Tokenizer
 
 ENV, TOOL, REPLY = 0, 1, 2  # Trajectory.segment: environment text, tool-call state, reply state
 SEGMENTS = {"tool": TOOL, "reply": REPLY}  # those that a policy says
@@ -252,6 +255,19 @@ _TOOLS_XML = (
     "but NOT after\n- If there is no function call available, answer the question like normal with your current "
     "knowledge and do not tell the user about function calls\n</IMPORTANT>",
 )
+
+
+def read_codec(model: str | Path) -> "Codec":
+    """The codec over the tokenizer.json of a model's directory, without its model."""
+    path = Path(model) / "tokenizer.json"
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file; the directory of a model with its tokenizer was expected")
+    try:
+        return Codec(Tokenizer.from_file(str(path)))
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from None
+    except Exception as error:  # the tokenizers library knows no other
+        raise BadInput(f"{path}: not a readable tokenizer: {error}") from None
 
 
 class Codec:

@@ -36,6 +36,7 @@ MARKUP = re.compile(
     re.MULTILINE,
 )
 TERM = re.compile(r"[A-Za-z][A-Za-z0-9]*|\d+(?:\.\d+)?")
+ENDS = "[。！!.~～ ]*$"  # what may end a sentence behind its last words
 
 
 def broken_rule(reply: str, rules: dict) -> str:
@@ -44,15 +45,24 @@ def broken_rule(reply: str, rules: dict) -> str:
         "opening": reply.startswith,
         "must_say": reply.__contains__,
         "must_not_say": lambda value: value not in reply,
-        "closing": reply.rstrip("。！!.~～ ").endswith,
+        "closing": lambda value: re.search(re.escape(value) + ENDS, reply),
         "max_chars": lambda value: len(reply) <= int(value),
     }
-    return next((str(rules[key]) for key in keeps if key in rules and not keeps[key](str(rules[key]))), "")
+    said = {key: str(rules[key]) for key in keeps if key in rules}
+    return next((value for key, value in said.items() if value and not keeps[key](value)), "")
+
+
+def own_words(reply: str, rules: dict) -> str:
+    """A reply without what the rules of its skill told it to say: that is no claim of the policy's."""
+    for key in ("opening", "must_say"):
+        reply = reply.replace(str(rules[key]), "，") if rules.get(key) else reply
+    return re.sub(f"(?:{re.escape(str(rules.get('closing', '')))})?{ENDS}", "", reply)
 
 
 def terms_of(text: str) -> list[str]:
-    """The numbers and Latin words of a text, SPF50 being one word: what a reply may not make up."""
-    return TERM.findall(text)
+    """The numbers and Latin words of a text: what a reply may not make up. SPF50 is one word, 1,299.0 is 1299."""
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return [re.sub(r"(?<=\d)\.0+$", "", term) for term in TERM.findall(text)]
 
 
 def canonical(arguments: dict) -> str:
@@ -144,7 +154,7 @@ def reply_format(m: Moment):
 
 def forbidden_claims(m: Moment, words: tuple = ()):
     """The reply holds none of the words."""
-    word = next((w for w in words if w in m.subject), None)
+    word = next((w for w in words if w and w in m.subject), None)
     return Deny(word) if word else None
 
 
@@ -152,15 +162,19 @@ def fact_risk(m: Moment, ref: str = "{n}号"):
     """Every number and Latin word of the reply must stand in a tool result or a product's name.
 
     Nothing else grounds a number, least of all what viewers say; a link's own number counts only where `ref` names the
-    link. A Latin word may also be the viewer's.
+    link. A Latin word may also be the viewer's. What a loaded skill orders to say is no risk of the policy's.
     """
     text, links = m.subject, m.context.get("links", [])
+    for skill in m.loaded:
+        text = own_words(text, skill.rules)
     for link in links:
         own = rf"(?<!\d){re.escape(str(link['link_id']))}(?!\d)"
         text = re.sub(re.escape(ref.format(n="@")).replace("@", own), "", text)
-    known = [w for source in (*m.evidence, *(x["name"] for x in links)) for w in terms_of(source)]
-    known += [w for w in terms_of(m.danmaku) if w[0].isalpha()]
-    word = next((w for w in terms_of(text) if w.lower() not in {k.lower() for k in known}), None)
+    # TERM too: what reads as 1,299 in a result may be two numbers of a list
+    sources = [*m.evidence, *(x["name"] for x in links)]
+    known = {w.lower() for source in sources for w in (*terms_of(source), *TERM.findall(source))}
+    known |= {w.lower() for w in terms_of(m.danmaku) if w[0].isalpha()}
+    word = next((w for w in terms_of(text) if w.lower() not in known), None)
     return Deny(word) if word else None
 
 
@@ -171,6 +185,8 @@ CHECKS: dict[str, Check] = {
         *(skill_loaded, reply_length, reply_format, forbidden_claims, fact_risk),
     )
 }
+OF_CALLS = (known_tool, valid_arguments, repeated_call)  # these look at a call, those at a text; the others at neither
+OF_TEXTS = (input_length, reply_length, reply_format, forbidden_claims, fact_risk)
 
 
 def find_check(name: str) -> Check:
@@ -207,13 +223,23 @@ class Hook:
                 raise BadInput(f"hook {self.check!r}: params must be an object, everything else a text")
         if self.event not in EVENTS:
             raise BadInput(f"hook {self.check!r}: event {self.event!r} is none of {', '.join(EVENTS)}")
+        check = find_check(self.check)
+        if check in (OF_TEXTS if self.event == "tool_call" else OF_CALLS):
+            raise BadInput(f"hook {self.check!r}: there is no such thing to check at {self.event!r}")
         try:
-            inspect.signature(find_check(self.check)).bind(None, **self.params)
+            taken = inspect.signature(check)
+            taken.bind(None, **self.params)
             re.compile(self.matcher)
         except TypeError as e:
             raise BadInput(f"hook {self.check!r}: params {self.params} do not fit: {e}") from None
         except re.error as e:
             raise BadInput(f"hook {self.check!r}: matcher {self.matcher!r} is no regular expression: {e}") from None
+        if self.matcher and not self.event.startswith("tool_"):
+            raise BadInput(f"hook {self.check!r}: matcher {self.matcher!r}: there is no tool at {self.event!r}")
+        for key, value in self.params.items() if self.check in CHECKS else ():
+            kind = {tuple: list}.get(kind := type(taken.parameters[key].default), kind)
+            if not isinstance(value, kind | tuple if kind is list else kind):
+                raise BadInput(f"hook {self.check!r}: {key} is {value!r}; it must be a {kind.__name__}")
 
 
 def load_hook(data: dict, where: str) -> Hook:

@@ -60,7 +60,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # which this overrules
 T = TypeVar("T")
 KEEP = 2  # checkpoints kept: the newest, and one to go back to should a disk have spoiled it
 FREE_ON_RESUME = {"out", "resume", "save_every", "device"}  # may change; anything else makes another run
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)  # the user's to mend, not ours
+# what of the disk is the user's to mend, not ours
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
 # --------------------------------------------------------------------------------------------------------- command line
 
@@ -227,10 +228,16 @@ def read_text(path: str | Path) -> str:
 
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file; BadInput names the file, and line and column of a fault."""
+    text = read_text(path)
     try:
-        return json.loads(read_text(path))
+        value = json.loads(text)
+        if r"\ud" in text.lower():  # half of a character, as programs write that cut texts: no file could hold it
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except json.JSONDecodeError as error:
         raise BadInput(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # UnicodeEncodeError; a number or a nesting beyond Python's limits
+        raise BadInput(f"{path}: not valid JSON: {error}") from None
 
 
 def code_version() -> str:

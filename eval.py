@@ -312,6 +312,8 @@ def report(r: dict) -> str:
     if types := r["details"].get("T4", {}).get("types"):
         table = [[id, str(x["count"]), f"{x['strict']:.1f}", f"{x['loose']:.1f}"] for id, x in types.items()]
         lines += ["", *grid([["T4", "count", "strict", "loose"], *table])]
+    if cut := r["details"].get("T4", {}).get("stop/length"):
+        lines.append(f"{cut} of {r['sets']['T4']['items']} answers of T4 were cut: more --reply-tokens")
     unscored = {name: d["stop/error"] for name, d in r["details"].items() if d["stop/error"]}
     lines += [f"{n} items of {name} died and are in no score" for name, n in unscored.items()]
     return "\n".join(lines + warning("\n".join(lines)))

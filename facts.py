@@ -25,7 +25,7 @@ from functools import lru_cache
 from common import cli, parse
 from chat import Trajectory
 from parts import LOAD_SKILL
-from checks import broken_rule, terms_of
+from checks import broken_rule, own_words, terms_of
 from harness import Harness
 from sim import ROUTES, Ask, Task, World, readable, same_call, wanted
 from oracle import Config, demo
@@ -59,7 +59,7 @@ def score(h: Harness, task: Task, t: Trajectory) -> dict[str, float | None]:
     if t.stop_reason == "reply":
         right = h.skill(task.reply_skill)
         rules = right.rules if right else {}
-        reply, read = _own_words(task.world, t.reply, rules), _read(made)
+        reply, read = _plain(task.world, own_words(t.reply, rules)), _read(made)
         answered = [_answers(task, ask, reply, fate) for ask, fate in zip(task.asks, fates)]
         accuracy = float(any(answered) and _truthful(task, reply, read, fates))
         perfect = all(answered) and not broken_rule(t.reply, rules) and not _unasked(task, reply, read)
@@ -130,11 +130,8 @@ def by_link(task: Task, reply: str) -> list[tuple[int | None, str]]:
     return [(n, reply[start:end]) for (start, n), (end, _) in zip(named[:-1], named[1:]) if start < end]
 
 
-def _own_words(w: World, reply: str, rules: dict) -> str:
-    """The reply without what the skill told it to say, and with the world's word for each synonym."""
-    for key in ("opening", "must_say"):
-        reply = reply.replace(str(rules[key]), CLAUSE[0]) if rules.get(key) else reply
-    reply = reply.rstrip("。！!.~～ ").removesuffix(str(rules.get("closing", "")))
+def _plain(w: World, reply: str) -> str:
+    """The reply with the world's word for each synonym."""
     for pattern, word in w["synonym"].items():
         reply = re.sub(pattern, word, reply)
     return reply
@@ -215,8 +212,9 @@ def _read(made: list[tuple]) -> dict[int | None, list[dict]]:
     """Link (None: the room) -> what was read about it."""
     read = defaultdict(list)
     for _, args, text in made:
-        if (data := readable(text)) is not None:
-            read[json.loads(args).get("link_id")].append(data)
+        link = json.loads(args).get("link_id")
+        if (data := readable(text)) is not None and isinstance(link, int | None):  # the policy may write anything there
+            read[link].append(data)
     return read
 
 

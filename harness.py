@@ -39,7 +39,7 @@ from typing import Any
 
 from jsonschema.protocols import Validator
 
-from common import BadInput, cli, option, parse, read_json, read_text, write_json, write_text
+from common import BadInput, cli, closest, option, parse, read_json, read_text, write_json, write_text
 from chat import REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, Turn, coerce, valid
 from parts import LOAD_SKILL, SKILL_NAME, Limits, Skill, Tool
 from parts import load_limits, load_skill, load_tool, plain_name
@@ -98,6 +98,7 @@ class Harness:
         if MARKUP.search(self.fallback):
             raise BadInput(f"harness.json: fallback {self.fallback!r} must be plain public text")
         for block in [*self.system, self.user]:
+            plain_name(block, "harness.json")
             if block not in self.blocks:
                 raise BadInput(f"harness.json: prompt block {block!r} is listed but there is no prompt/{block}.md")
 
@@ -158,19 +159,21 @@ class Harness:
         """What changed per module, a line each: '- skills/item_qa/name: item_qa -> answer'. Empty: the same commit."""
         lines = []
 
-        def walk(path, a, b):
+        def walk(path, a, b, other=False):
             if isinstance(a, dict) and isinstance(b, dict):
-                for key in a | b:
-                    walk(f"{path}/{key}" if path else str(key), a.get(key), b.get(key))
-            elif a != b or type(a) is not type(b):
+                for key in a | b:  # a key that is not there is shown as null, and is another thing all the same
+                    walk(f"{path}/{key}" if path else str(key), a.get(key), b.get(key), (key in a) != (key in b))
+            elif other or a != b or type(a) is not type(b):
                 lines.append(f"- {path}: {' -> '.join(_short(a, b))}")
 
         walk("", self._content(), other._content())
         return lines
 
     def _content(self) -> dict:
-        """All that counts, by id; each order that shows in a prompt is an entry of its own."""
+        """All that the policy can meet, by id; each order that shows in a prompt is an entry of its own."""
         d, seen = asdict(self), Counter()
+        for part in (*d["skills"], *d["tools"]):
+            del part["extra"]
         d["blocks"] = {b: self.blocks[b] for b in [*self.system, self.user]}
         for tool in d["tools"]:
             tool["order"] = list(tool["parameters"].get("properties", {}))
@@ -198,6 +201,8 @@ class Harness:
             if not isinstance(value, kind):
                 raise BadInput(f"{path / name}.json: must be a JSON {'object' if kind is dict else 'list'}")
         meta = dict(user="request", skills=[], limits={}, native_tools=False, formats={}, fallback="") | meta
+        for key in meta.keys() - KEYS:
+            raise BadInput(f"{place}: unknown key {key!r}{closest(key, KEYS) or '; known: ' + ', '.join(KEYS)}")
         for key, kind in KEYS.items():
             if not isinstance(meta.get(key), kind):
                 raise BadInput(f"{place}: {key!r} is missing or no {kind.__name__}")
@@ -263,7 +268,7 @@ def assemble(h: Harness, danmaku: str, context: dict) -> list[dict]:
         "tools": "\n".join(h.fill(line["tool"], x) for x in tools),
         "links": "\n".join(h.fill(line["link"], x) for x in links),
         "history": "\n".join(h.fill(line["turn"], x) for x in context.get("history", [])),
-        "current_link_id": current,
+        "current_link_id": "" if current is None else current,
         "current_link_name": next((x["name"] for x in links if x["link_id"] == current), ""),
         "signals": "\n".join(h.fill(line["signal"], {"name": k, "value": v}) for k, v in signals.items()),
         "danmaku": danmaku,
@@ -314,6 +319,7 @@ class Rollout:
             if isinstance(verdict, Rewrite):
                 self.event("hook", on=event, check=hook.check, verdict="rewrite")
                 subject = verdict.value
+                tool = named(self.h.tools, subject.name) if event == "tool_call" else tool  # it may be another one now
             elif verdict is not None:
                 message = self.h.fill(hook.message, {"detail": verdict.detail, **asdict(self.h.limits)})
                 self.event("hook", on=event, check=hook.check, verdict="deny", message=message)
@@ -329,7 +335,7 @@ class Rollout:
         call, denial = self.hooks("tool_call", call, tool)
         if denial is not None:
             return self.refuse(call, denial)
-        tool, call.id = named(self.h.tools, call.name), id  # a hook may have sent it to another tool
+        tool, call.id = named(self.h.tools, call.name), id
         if tool is None:
             return self.refuse(call, f"unknown tool {call.name!r}")
         arguments = {tool.param_ids.get(k, k): v for k, v in call.arguments.items()}
@@ -535,13 +541,16 @@ def trace(c: Config, path: str) -> None:
             stored += [Trajectory.from_dict(json.loads(line))] if line.strip() else []
         except (ValueError, TypeError, AssertionError) as e:
             raise BadInput(f"{path}:{n}: not a stored rollout: {str(e)[:200]}") from None
-    scored = ([v for v in t.rewards.values() if v is not None] for t in stored)
-    means = [sum(rewards) / len(rewards) if rewards else math.inf for rewards in scored]
-    stored = [stored[i] for i in sorted(range(len(stored)), key=means.__getitem__)]
-    for t in stored[: c.count]:
-        rewards = ", ".join(f"{k} {v}" for k, v in t.rewards.items())
-        print(f"\n== seed {t.seed}  harness {t.harness_commit}  {len(t.ids)} tokens  {rewards}")
-        print_events(t.events)
+    try:
+        scored = ([v for v in t.rewards.values() if v is not None] for t in stored)
+        means = [sum(rewards) / len(rewards) if rewards else math.inf for rewards in scored]
+        stored = [stored[i] for i in sorted(range(len(stored)), key=means.__getitem__)]
+        for t in stored[: c.count]:
+            rewards = ", ".join(f"{k} {v}" for k, v in t.rewards.items())
+            print(f"\n== seed {t.seed}  harness {t.harness_commit}  {len(t.ids)} tokens  {rewards}")
+            print_events(t.events)
+    except (ValueError, TypeError, KeyError, AttributeError) as e:  # rewards, events: whatever another program wrote
+        raise BadInput(f"{path}: not stored rollouts: {type(e).__name__}: {e}") from None
 
 
 def main(argv: list[str]) -> None:

@@ -221,14 +221,16 @@ def timed(path: Path, name: str, ranks: Dist) -> Iterator[None]:
             write_json(path, times)
 
 
-def once(stage: str, line: list[str]) -> None:
-    """A stage in one process, unless its run is finished; an interrupted one goes on. BadInput where options differ."""
+def left(stage: str, line: list[str]) -> list[str]:
+    """The command line that is left to run: none where that run is finished, with --resume where it was interrupted.
+
+    BadInput where it was begun with other options.
+    """
     made = parse(STAGES[stage].Config, STAGES[stage].PRESETS, line)
     begun = (Path(made.out) / "config.json").exists()
     if begun:
         same_settings(Path(made.out), settings(made))
-    if not (Path(made.out) / "model").is_dir():
-        STAGES[stage].main([*line, *(["--resume"] if begun else [])])
+    return [] if (Path(made.out) / "model").is_dir() else [*line, *(["--resume"] if begun else [])]
 
 
 def perform(cfg: Config, record: Run, ranks: Dist) -> None:
@@ -246,10 +248,9 @@ def perform(cfg: Config, record: Run, ranks: Dist) -> None:
     for seed in cfg.seeds:
         place = record.dir / f"seed-{seed}"
         for name, step in plan(cfg).items():
-            if not (place / name / "model").is_dir():
-                line = words(cfg, seed, name, step, place)
-                line += ["--resume"] if (place / name / "config.json").exists() else []
-                ranks.barrier()  # all have looked before one begins to write
+            line = left(step.stage, words(cfg, seed, name, step, place))
+            ranks.barrier()  # all have looked before one begins to write
+            if line:
                 record.say(f"== seed {seed}, {name}: {step.stage}.py {shlex.join(line)}")
                 with timed(clock, f"seed {seed}, {name}", ranks):
                     STAGES[step.stage].main(line)
@@ -364,9 +365,17 @@ def effects(found: dict[str, Means]) -> list[str]:
     return lines
 
 
+def makers(root: Path) -> set[str]:
+    """The versions of the code that made the runs of a table and their evaluations."""
+    notes = [*root.glob("*/eval.json"), *root.glob("seed-*/*/config.json"), *root.glob("seed-*/*/model/eval.json")]
+    return {read_json(note)["code_version"] for note in notes}
+
+
 def report(cfg: Config, root: Path) -> tuple[str, str]:
     """All tables, effects and times, as text and as Markdown."""
-    text, marked = [], []
+    codes = makers(root)
+    text = [f"made by different code: {', '.join(sorted(codes))}", ""] if len(codes) > 1 else []
+    marked = [*text]
     for heading, rows in tables(cfg).items():
         found = gather(cfg, root, rows)
         cells, seen = table(found), effects(found)

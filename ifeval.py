@@ -421,9 +421,10 @@ def read_responses(path: str, prompts: list[Prompt]) -> list[dict]:
     """The line of each prompt, in the order of `prompts`: found by its `prompt`, or where it has none by its `key`."""
     rows: dict[tuple, tuple] = {}
     for where, row in read_rows(path, response=str):
-        if "key" not in row and not isinstance(row.get("prompt"), str):
+        said = isinstance(row.get("prompt"), str)
+        if "key" not in row and not said:
             raise BadInput(f"{where}: no 'prompt' or 'key' that says what is answered")
-        name = ("prompt", row["prompt"]) if "prompt" in row else ("key", str(row["key"]))
+        name = ("prompt", row["prompt"]) if said else ("key", str(row["key"]))
         if name in rows:
             raise BadInput(f"{where}: a second response to the {name[0]} of {rows[name][0]}")
         rows[name] = where, row

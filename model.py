@@ -21,6 +21,7 @@ vision tower of a checkpoint that has one: it is neither read nor written, and c
 """
 
 import copy
+import filecmp
 import inspect
 import math
 import re
@@ -87,7 +88,10 @@ class Policy:
         self.tokenizer.save_pretrained(directory)
 
     def publish(self, path, weights=None):
-        """`save` as the directory `path`, whole or not at all: what stood there goes when all has reached the disk."""
+        """`save` as the directory `path`, whole or not at all: what stood there goes when all has reached the disk.
+
+        Where it is the same to the byte, it stays, and with it what was measured of it (eval.json).
+        """
         path = Path(path)
         temp, old = (path.with_name(f"{path.name}.{end}.tmp") for end in ("new", "old"))
         for torn in (temp, old):
@@ -95,12 +99,19 @@ class Policy:
         with no_leftovers(temp, path):
             temp.mkdir(parents=True)
             self.save(temp, weights)
+            if all(same_file(file, path / file.name) for file in temp.iterdir()):
+                shutil.rmtree(temp)
+                return
             for each in (*temp.rglob("*"), temp):
                 fsync(each)
             if path.exists():
                 path.rename(old)
             temp.rename(path)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def same_file(a, b):
+    return b.is_file() and filecmp.cmp(a, b, shallow=False)
 
 
 def _call(model, function, *args, **kwargs):
@@ -117,7 +128,9 @@ def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
     path = Path(path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise BadInput(f"{path}: no config.json; a Hugging Face model directory was expected")
-    if not path.is_dir() and (path.is_absolute() or len(path.parts) != 2 or path.exists()):
+    if (path / "metrics.jsonl").is_file():
+        raise BadInput(f"{path}: a run, and no model; did you mean {path / 'model'}?")
+    if not path.is_dir() and (path.is_absolute() or len(path.parts) != 2 or path.exists() or path.parent.is_dir()):
         raise BadInput(f"{path}: no such model directory")
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # its load report would say again what is raised below

@@ -47,7 +47,7 @@ from typing import Literal
 
 from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, read_text, settings
 from curves import draw
-from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
+from common import checkpoints, load_checkpoint, model_digest, save_checkpoint, seed_of
 
 import torch
 import torch.nn.functional as F
@@ -371,7 +371,8 @@ def main(argv: list[str]):
     if not rows:
         raise BadInput(f"{counted}; nothing to train beside --held-out {cfg.held_out}")
 
-    inputs = {"rollouts_digest": digest(*files_of(cfg.rollouts))}
+    inputs = {"rollouts_digest": digest(*files_of(cfg.rollouts)), "model_digest": model_digest(cfg.model)}
+    inputs |= {"head_digest": model_digest(cfg.init)}  # a word, where it is no directory
     record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/mtp-{cfg.config}", ranks)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     learner = Learner(policy, cfg.lr, cfg.grad_clip, cfg.temperature, cfg.targets == "soft", cfg.depth)

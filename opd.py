@@ -46,7 +46,7 @@ from typing import Any, Literal
 
 from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, settings
 from curves import draw
-from common import checkpoints, load_checkpoint, save_checkpoint, seed_of
+from common import checkpoints, load_checkpoint, model_digest, save_checkpoint, seed_of
 
 import torch
 import torch.nn.functional as F
@@ -417,7 +417,8 @@ def main(argv: list[str]):
     cfg = parse(Config, PRESETS, argv, __doc__)
     ranks = dist(None if cfg.device == "auto" else cfg.device)
     check(cfg, ranks.world)  # before Run, so that what is refused leaves no directory
-    inputs = {"prompts_digest": digest(cfg.prompts)} if cfg.prompts else {}
+    inputs = {"teacher_digest": model_digest(cfg.teacher)}
+    inputs |= {"prompts_digest": digest(cfg.prompts)} if cfg.prompts else {}
     prompts, left_out = read_prompts(cfg.prompts) if cfg.prompts else (None, 0)
     place = ranks.device if cfg.teacher_device == "same" else "cpu"
     teacher = load(cfg.teacher, place, getattr(torch, cfg.teacher_dtype))

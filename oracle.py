@@ -13,17 +13,15 @@ Left out: other right ways to the same reply, asking back.
 """
 
 import random
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from tokenizers import Tokenizer
-
 from common import cli, option, parse, seed_of
-from chat import Call, Codec, Message, Sample, Trajectory
+from chat import Call, Codec, Message, Sample, Trajectory, Turn, read_codec
 from parts import LOAD_SKILL, Skill
 from harness import Harness, print_events, run
-from sim import NO_FAULTS, ROUTES, Ask, Faults, Task, World, make_task, readable, wanted
+from sim import NO_FAULTS, ROUTES, Ask, Faults, Task, World, check_harness, make_task, readable, wanted
 
 VERBOSITY = (0.15, 0.25, 0.6)  # shares of 0, 1 and 2 among a teacher's dialogues: most models reason at length
 
@@ -178,17 +176,32 @@ class Oracle:
         return Message(thought or clauses[0], reply)
 
 
+Say = Callable[[list[dict]], Message | None]
+
+
+def perform(loop: Generator[Turn, Sample, Trajectory], say: Say, codec: Codec) -> Trajectory:
+    """The trajectory of an agent loop whose policy is a teacher. Log-probs 0, not scored.
+
+    say: what the loop appended -> the next message, or None when the teacher has none. A message longer than the
+    harness lets a state be is cut there: no policy could say it.
+    """
+    sample = None  # starts the loop
+    while True:
+        try:
+            turn = loop.send(sample)
+        except StopIteration as end:
+            return end.value
+        said = say(turn.messages)
+        ids = codec.render(said) if said else []
+        finish = "error" if not ids else "stop" if len(ids) <= turn.max_new_tokens else "length"
+        ids = ids[: turn.max_new_tokens]
+        sample = Sample(ids, [0.0] * len(ids), finish)
+
+
 def teach(h: Harness, task: Task, codec: Codec, seed: int, faults: Faults = NO_FAULTS, **style) -> Trajectory:
-    """One oracle trajectory through the real loop. style: verbosity, slip, careless. Log-probs 0, not scored."""
+    """One trajectory of the oracle. style: verbosity, slip, careless."""
     oracle = Oracle(h, task, random.Random(seed_of("oracle", seed)), **style)
-    loop = run(h, task.danmaku, task.open(faults, seed), codec, seed)
-    try:
-        turn = next(loop)
-        while True:
-            ids = codec.render(oracle.say(turn.messages))
-            turn = loop.send(Sample(ids, [0.0] * len(ids), "stop"))
-    except StopIteration as end:
-        return end.value
+    return perform(run(h, task.danmaku, task.open(faults, seed), codec, seed), oracle.say, codec)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,8 +222,8 @@ def demo(c: Config) -> tuple[Harness, Task, Trajectory]:
     """The oracle on one task, printed with the truth."""
     h, task = Harness.load(c.harness), make_task(World.load(c.world, c.split), c.seed)
     print(f"{task.intent}: {task.asks}\ntruth: {[wanted(task, a)[2] for a in task.asks]}")
-    codec = Codec(Tokenizer.from_file(str(Path(c.model) / "tokenizer.json")))
-    t = teach(h, task, codec, c.seed, Faults() if c.faults else NO_FAULTS, verbosity=c.verbosity)
+    check_harness(h)
+    t = teach(h, task, read_codec(c.model), c.seed, Faults() if c.faults else NO_FAULTS, verbosity=c.verbosity)
     print_events(t.events)
     return h, task, t
 

@@ -55,6 +55,7 @@ class Skill:
     kind: Literal["reply", "strategy"] = "reply"
     body: str = ""
     rules: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # further front matter (license ...), kept as it is
 
     def validate(self) -> None:
         """In memory a name need not be one for a folder: augmentation gives it any."""
@@ -62,15 +63,17 @@ class Skill:
         if self.kind not in ("reply", "strategy"):
             raise BadInput(f"metadata.kind is {self.kind!r}; it must be reply or strategy")
         for key, value in self.rules.items():
-            if not isinstance(value, str | int | float):
+            if not isinstance(value, str | int | float) or (key in RULES and isinstance(value, bool)):
                 raise BadInput(f"metadata {key!r} must be a text or a number, not {value!r}")
+            if key == "max_chars" and not re.fullmatch(r"[1-9]\d*", str(value)):
+                raise BadInput(f"metadata 'max_chars' must be a whole number of characters, not {value!r}")
             if key in RULES and f"{{{key}}}" not in self.body:
                 raise BadInput(f"rule {key!r} of metadata is not shown: put {{{key}}} into the body")
 
     def to_markdown(self) -> str:
         """The text of its SKILL.md."""
         metadata = {"id": self.id, "kind": self.kind, **self.rules}
-        front = {"name": self.name, "description": self.description, "metadata": metadata}
+        front = {"name": self.name, "description": self.description, **self.extra, "metadata": metadata}
         return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{self.body}\n"
 
 
@@ -84,7 +87,7 @@ def load_skill(path: Path) -> Skill:
         raise BadInput(f"{path}:1: front matter is not closed by a line ---")
     try:
         front = yaml.safe_load("\n".join(lines[1:end]))
-    except (yaml.YAMLError, ValueError, RecursionError) as e:  # ValueError: a date such as 2024-13-45
+    except Exception as e:  # YAMLError, and what its constructors of dates, numbers and booleans let through
         mark = getattr(e, "problem_mark", None)
         raise BadInput(f"{path}:{mark.line + 2 if mark else 2}: front matter is not valid YAML") from None
     if not isinstance(front, dict):
@@ -100,7 +103,9 @@ def load_skill(path: Path) -> Skill:
         raise BadInput(f"{path}:2: metadata must be a mapping")
     rules = {str(key): value for key, value in metadata.items()}
     id, kind = str(rules.pop("id", name)), rules.pop("kind", "reply")
-    return Skill(id, name, description, kind, "\n".join(lines[end + 1 :]).strip(), rules)
+    extra = {str(key): value for key, value in front.items() if key not in ("name", "description", "metadata")}
+    description = re.sub(r"\s*\n\s*", " ", description.strip())  # it stands in a list, on one line
+    return Skill(id, name, description, kind, "\n".join(lines[end + 1 :]).strip(), rules, extra)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -116,6 +121,7 @@ class Tool:
     description: str
     parameters: dict
     param_ids: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # what else its entry has (strict, annotations), kept as it is
 
     def __post_init__(self):
         self.param_ids = {k: self.param_ids.get(k, k) for k in self.parameters.get("properties", {})}
@@ -149,12 +155,14 @@ class Tool:
     def to_json(self) -> dict:
         """Its entry in tools.json: the schema, with "x-id" wherever the id is not the shown name."""
         data = copy.deepcopy(self.schema())
-        function = data["function"]
+        function = data["function"] = data["function"] | copy.deepcopy(self.extra)
         if self.id != self.name:
             function["x-id"] = self.id
+        properties = function["parameters"].get("properties", {})
         for shown, id in self.param_ids.items():
             if id != shown:
-                function["parameters"]["properties"][shown]["x-id"] = id
+                same = {True: {}, False: {"not": {}}}  # a bare true or false has no room for an id
+                properties[shown] = (same[bare] if isinstance(bare := properties[shown], bool) else bare) | {"x-id": id}
         return data
 
 
@@ -168,15 +176,18 @@ def _kind(schema: dict | bool) -> str:
     return "|".join(short.get(str(kind), str(kind)) for kind in kinds)
 
 
+SCHEMAS = ("parameters", "inputSchema", "input_schema")
+
+
 def load_tool(data: dict, where: str = "tool") -> Tool:
     """One function schema, wrapped in {"type": "function"} or bare, with optional "x-id" keys; where: for errors.
 
-    The schema stands under `parameters` (OpenAI), `inputSchema` (MCP) or `input_schema` (Anthropic).
+    The schema stands under `parameters` (OpenAI), `inputSchema` (MCP) or `input_schema` (Anthropic): SCHEMAS.
     """
     f = data.get("function", data) if isinstance(data, dict) else {}
     if not isinstance(f, dict) or not isinstance(f.get("name"), str):
         raise BadInput(f"{where}: a tool is {{'name', 'description', 'parameters'}}; there is no name")
-    schema = next((f[k] for k in ("parameters", "inputSchema", "input_schema") if f.get(k)), {"type": "object"})
+    schema = next((f[k] for k in SCHEMAS if f.get(k)), {"type": "object"})
     parameters = copy.deepcopy(schema)
     try:
         jsonschema.Draft202012Validator.check_schema(parameters)
@@ -184,7 +195,11 @@ def load_tool(data: dict, where: str = "tool") -> Tool:
         param_ids = {k: v.pop("x-id", k) if isinstance(v, dict) else k for k, v in properties.items()}
     except (jsonschema.SchemaError, AttributeError) as e:
         raise BadInput(f"{where}: parameters of {f['name']!r} are no JSON schema: {str(e).splitlines()[0]}") from None
-    return Tool(str(f.get("x-id", f["name"])), f["name"], str(f.get("description", "")), parameters, param_ids)
+    id, description = f.get("x-id", f["name"]), str(f.get("description") or "")
+    if wrong := [x for x in (id, *param_ids.values()) if not isinstance(x, str)]:
+        raise BadInput(f"{where}: an x-id of {f['name']!r} must be a text, not {wrong[0]!r}")
+    extra = {k: v for k, v in f.items() if k not in ("type", "name", "description", "x-id", *SCHEMAS)}
+    return Tool(id, f["name"], description, parameters, param_ids, copy.deepcopy(extra))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

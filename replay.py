@@ -243,6 +243,7 @@ def main(argv: list[str]) -> None:
     cases = requests(cfg)
     if max(cfg.concurrency) > len(cases):
         raise BadInput(f"--concurrency {max(cfg.concurrency)}: there are {len(cases)} requests to have in flight")
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)  # now, and not when all has been measured
     ranks = dist(None if cfg.device == "auto" else cfg.device)
     if ranks.world > 1:
         raise BadInput("replay measures one process; start it without torchrun")

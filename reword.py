@@ -321,7 +321,8 @@ class Bank:
 
         def swap(found):
             new = rng.choice(words["swaps"][found[0].lower()])
-            return new.capitalize() if found[0][0].isupper() else new
+            loud = found[0].isupper() and len(found[0]) > 1
+            return new.upper() if loud else new.capitalize() if found[0][0].isupper() else new
 
         for kept in [*KEPT.finditer(core), None]:
             stop = kept.start() if kept else len(core)

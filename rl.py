@@ -58,7 +58,7 @@ from chat import REPLY, SEGMENTS, Trajectory
 from harness import Harness, run
 from reword import Endpoint, Rewriter
 from augment import augment
-from sim import NO_FAULTS, Faults, Task, World, make_task
+from sim import NO_FAULTS, Faults, Task, World, check_harness, make_task
 from facts import REWARDS
 from samples import Dimension, another_state
 from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, set_rate
@@ -456,7 +456,7 @@ def main(argv: list[str]):
     ranks = dist(None if cfg.device == "auto" else cfg.device)
     check(cfg, ranks.world)
     world, unseen = World.load(cfg.world, "train"), World.load(cfg.world, "test")
-    harness = Harness.load(cfg.harness)
+    check_harness(harness := Harness.load(cfg.harness))
     # before Run, so that what is refused leaves no directory
     engine = None if cfg.resume else ready(cfg.model, cfg, unseen, harness, ranks)
     reference = load(cfg.model, ranks.device) if cfg.kl else None

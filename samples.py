@@ -24,26 +24,26 @@ import copy
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from common import BadInput, Dist, closest, option, read_text, seed_of, write_text
+from common import BadInput, Dist, closest, option, read_text, seed_of
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from tqdm import tqdm
 
-from chat import Call, Codec, Message, Sample, Trajectory, Turn, coerce, parse_calls
+from chat import Call, Codec, Message, Trajectory, coerce, parse_calls
 from parts import LOAD_SKILL
 from checks import canonical
 from harness import Harness, named, run
 from reword import Rewriter, Server, mention
 from augment import ENVELOPE, augment
-from sim import Faults, World, make_task
-from oracle import VERBOSITY, Oracle, call_of
+from sim import Faults, World, check_harness, make_task
+from oracle import VERBOSITY, Oracle, Say, call_of, perform
 from facts import score
 
 CHUNK = 64  # samples between two barriers: however slow a teacher is, ranks that wait for it do not time out
@@ -78,26 +78,7 @@ class Options:
 # ---------------------------------------------------------------------------------------------------------------------
 # teachers: say(messages that the loop appended) -> the next message, or None when the teacher has none
 
-Say = Callable[[list[dict]], Message | None]
 Row = tuple[list[int], list[int]]  # ids and mask, 1 = trained, of one sample
-
-
-def perform(loop: Generator[Turn, Sample, Trajectory], say: Say, codec: Codec) -> Trajectory:
-    """The trajectory of an agent loop whose policy is a teacher. Log-probs 0, not scored.
-
-    A message longer than the harness lets a state be is cut there: no policy could say it.
-    """
-    sample = None  # starts the loop
-    while True:
-        try:
-            turn = loop.send(sample)
-        except StopIteration as end:
-            return end.value
-        said = say(turn.messages)
-        ids = codec.render(said) if said else []
-        finish = "error" if not ids else "stop" if len(ids) <= turn.max_new_tokens else "length"
-        ids = ids[: turn.max_new_tokens]
-        sample = Sample(ids, [0.0] * len(ids), finish)
 
 
 def message_of(data: dict) -> Message:
@@ -406,9 +387,10 @@ def make_samples(path: Path, make: Callable[[int], Trajectory], total: int, work
     """All samples: those in the file, and the rest from `make(i)`, which rank 0 appends to the file as they come."""
     done = 0
     if ranks.rank == 0 and path.exists():
-        text = read_text(path)
-        write_text(path, text := text[: text.rfind("\n") + 1])  # a kill can tear the last line
-        done = text.count("\n")
+        with open(path, "r+b") as file:  # bytes: a kill can tear the last line, and a character in it
+            lines = file.read()
+            file.truncate(lines.rfind(b"\n") + 1)
+            done = lines.count(b"\n")
     done, busy = ranks.share(done), tqdm(desc="samples", total=total, leave=False, disable=ranks.rank > 0)
     with ThreadPoolExecutor(workers) as pool, busy as bar:
         bar.update(done)
@@ -425,11 +407,12 @@ def make_samples(path: Path, make: Callable[[int], Trajectory], total: int, work
 def replayed(cfg: Options, logs: list[Log]) -> tuple[Options, str]:
     """The options with as many samples as these dialogues are good for, and a line that says how often each is told."""
     held = held_logs(cfg, logs)
-    n = min(cfg.samples, len(logs) - held)
+    n = min(cfg.samples, total := len(logs) - held)
+    left = f"; --samples {cfg.samples} leaves {total - n} out" if n < total else ""
     if cfg.harness_mode == "fixed" or not cfg.augmented:
-        return replace(cfg, samples=n, held_out=held), f"{n} dialogues, each once, and {held} held out"
+        return replace(cfg, samples=n, held_out=held), f"{n} dialogues, each once, and {held} held out{left}"
     often = f"each {cfg.samples / n:.3g} times, with P = {cfg.augmented:g} under another harness each time"
-    return cfg, f"{n} dialogues, {often}, and {held} held out"
+    return cfg, f"{n} dialogues, {often}, and {held} held out{left}"
 
 
 def held_logs(cfg: Options, logs: list[Log]) -> int:
@@ -439,6 +422,7 @@ def held_logs(cfg: Options, logs: list[Log]) -> int:
 def case_maker(cfg: Options, harness: Harness, logs: list[Log] = ()) -> Callable[[int], TaskCase | Log]:
     """Index of a sample -> its case, of the world or of the logs; those from --samples on are the held-out ones."""
     if not logs:
+        check_harness(harness)
         world, endpoint = World.load(cfg.world, "train"), Teacher(cfg.endpoint, cfg.llm) if cfg.endpoint else None
         return lambda i: TaskCase(i, cfg, world, endpoint)
     held = held_logs(cfg, logs)  # the last of them

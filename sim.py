@@ -20,6 +20,7 @@ import json
 import random
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ KINDS = {  # what a viewer of that intent asks for; weights in order
     "purchase": {"buy": 1},
 }
 P_MERGED = 0.15  # two bullet comments in one request, for intents other than small talk and clarification
+MOST_LINKS = 8  # products in a room
 P_NOISE = 0.15  # a typo or an emoji in a bullet comment
 
 INFO, STOCK, COUPON = "get_product_info_by_link_id", "get_inventory", "get_coupon"
@@ -89,6 +91,25 @@ SHAPE = {  # keys that a world file must have -> what must stand under each, if 
     ),
 }
 
+
+def check_harness(h: Any) -> None:
+    """BadInput unless the requests of this room mean something under a Harness: their tools and reply skills, by id."""
+    wants = {id: {"link_id"} for *ways, _ in ROUTES.values() for id in ways if id}
+    wants |= {FAQ: {"link_id", "topic"}, ROOM: set(), LOAD_SKILL: {"skill"}}
+    lacks = [
+        f"tool {id} ({', '.join(sorted(takes))})" for id, takes in wants.items() if not can_take(h.tool(id), takes)
+    ]
+    lacks += [f"skill {id}" for id in dict.fromkeys(skill for *_, skill in ROUTES.values()) if not h.skill(id)]
+    if lacks:
+        means = "x-id and metadata.id say which of yours are meant; of other rooms, sft.py takes --logs"
+        raise BadInput(f"harness {h.name}: the requests of the live room need the {lacks[0]}; {means}")
+
+
+def can_take(tool: Any, parameters: set[str]) -> bool:
+    """Whether a Tool is there and takes these, by id."""
+    return tool is not None and parameters <= {*tool.param_ids.values()}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # world and tasks
 
@@ -109,6 +130,17 @@ class World:
             for name in inner:
                 if not isinstance(data[key], dict) or name not in data[key]:
                     raise BadInput(f"{path}: no {name!r} under {key!r}")
+        pools = {f"attribute {key!r}": pool for key, pool in data["attribute"].items()}
+        pools |= {repr(key): data[key] for key in ("prefix", "noun", "faq", "city", "promotion")}
+        for (name, pool), half in product(pools.items(), ("train", "test")):
+            words, least = pool.get(half) if isinstance(pool, dict) else None, 3 if name == "'faq'" else 1
+            if not isinstance(words, list) or len(set(map(str, words))) < least:
+                raise BadInput(f"{path}: {name} must have {half!r}, a list of {least} or more")
+        for half in ("train", "test"):
+            names = {a + b for a in data["prefix"][half] for b in data["noun"][half]}
+            if len(names) < MOST_LINKS or len(data["attribute"]) < 3:
+                found = f"{len(names)} names, {len(data['attribute'])} attributes"
+                raise BadInput(f"{path}: {half}: {found}; a room takes {MOST_LINKS} and 3")
         return cls(data, split)
 
     def __getitem__(self, key: str) -> Any:
@@ -144,7 +176,7 @@ class World:
 
     def links(self, rng: random.Random) -> list[dict]:
         """4-8 products with all their facts; names differ."""
-        links, names, count = [], set(), rng.randint(4, 8)
+        links, names, count = [], set(), rng.randint(4, MOST_LINKS)
         while len(links) < count:
             name = rng.choice(self.pool("prefix")) + rng.choice(self.pool("noun"))
             if name in names:

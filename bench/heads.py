@@ -25,7 +25,7 @@ from common import ALONE, BadInput, cli, option, parse
 
 import rl
 from curves import canvas, rows_of, save, trend
-from hat import ingredients, once, same_ingredients
+from hat import ingredients, left, same_ingredients
 from model import load
 
 ARMS = {"along": "--mtp train", "left": "--mtp measure", "frozen": "--mtp train --lr 0"}
@@ -65,7 +65,8 @@ def main(argv: list[str]) -> None:
     same_ingredients(Path(cfg.out), ingredients(rl.parse(rl.Config, rl.PRESETS, words)))
     for arm, out in runs.items():
         words = ["--config", cfg.config, "--model", cfg.model, "--seed", str(cfg.seed), "--out", str(out)]
-        once("rl", [*words, *split(cfg.rl), *split(ARMS[arm])])
+        if line := left("rl", [*words, *split(cfg.rl), *split(ARMS[arm])]):
+            rl.main(line)
 
     figure, [panels] = canvas(1, len(CURVES), (11, 4))
     found = {arm: {} for arm in ARMS}

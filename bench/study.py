@@ -31,7 +31,7 @@ from common import BadInput, cli, closest, option, parse, write_text
 
 import rl
 from curves import rows_of
-from hat import cell, ingredients, markdown, once, same_ingredients
+from hat import cell, ingredients, markdown, left, same_ingredients
 
 VARIANTS = {
     "default": "",
@@ -79,7 +79,8 @@ def main(argv: list[str]) -> None:
     )
     for (name, seed), out in runs.items():
         words = ["--config", cfg.config, "--seed", str(seed), "--out", str(out), *split(VARIANTS[name]), *split(cfg.rl)]
-        once("rl", words)
+        if line := left("rl", words):
+            rl.main(line)
 
     found = {name: [last_evaluation(runs[name, seed]) for seed in cfg.seeds] for name in cfg.variants}
     found = {name: {column: [r[column] for r in rows] for column in COLUMNS} for name, rows in found.items()}

@@ -148,7 +148,7 @@ def sample_file(config, counts):
 def tokenizer_file(config):
     path = Path(config.out) / "tokenizer.json"
     if not path.exists():
-        raise BadInput(f"{path}: no tokenizer; run data/make_tokenizer.py first")
+        raise BadInput(f"{path}: no tokenizer; run data/make_tokenizer.py --out {path.parent} first")
     return path
 
 

@@ -19,7 +19,7 @@ loss on the model itself, any text that was not generated here.
     python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has seven legs (LOG.md)
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --init data/base-small --steps 0 --mtp-steps 800 ...      # an MTP head for a finished base
-    python data/make_base.py --config tiny           # seconds, for tests
+    python data/make_base.py --config tiny           # seconds, for tests; into runs/base-tiny
 """
 
 import copy
@@ -112,6 +112,8 @@ TINY |= dict(
     eval_every=4,
     save_every=2,
     workers=1,
+    out=str(ROOT / "runs" / "base-tiny"),
+    run=str(ROOT / "runs" / "base-tiny-run"),
 )
 PRESETS = {"small": {}, "tiny": TINY}
 FEW = 200  # different tokens in the first echoes

@@ -35,18 +35,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tokenizers import Tokenizer  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from augment import DIMENSIONS, ENVELOPE, Draft, augment, bank, language, mention  # noqa: E402
-from chat import Codec  # noqa: E402
+from chat import Codec, read_codec  # noqa: E402
 from common import BadInput, cli, option, parse, read_json, read_text, seed_of, write_json, write_text  # noqa: E402
 from data import general  # noqa: E402
 from facts import score  # noqa: E402
 from harness import Harness  # noqa: E402
 from oracle import teach  # noqa: E402
 from parts import LOAD_SKILL, Skill, Tool  # noqa: E402
-from sim import NO_FAULTS, ROUTES, Faults, Task, World, make_task  # noqa: E402
+from sim import NO_FAULTS, ROUTES, Faults, Task, World, check_harness, make_task  # noqa: E402
 
 SETS = ("T1", "T2", "T3-tool", "T3-prompt", "T4")
 SPLIT, POOL = "test", "heldout"
@@ -334,7 +333,12 @@ class Sets:
         """
         if name not in self.entries:
             raise BadInput(f"{self.path}: no set {name} in it; there are {', '.join(self.entries)}")
-        right, items = self.entries[name]["sha256"], self.entries[name]["items"]
+        entry = self.entries[name]
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and isinstance(entry.get("items"), int)
+        ):
+            raise BadInput(f"{self.path}: set {name} has no 'items' and 'sha256'; {MAKE} makes a manifest")
+        right, items = entry["sha256"], entry["items"]
         file = Path(cache) / f"{name}-{right[:12]}.jsonl"
         if kept := file.exists():
             text, where, mend = read_text(file), str(file), "remove it, and it is made again"
@@ -366,8 +370,11 @@ def measure(rows: list[dict], original: Harness, world: World, codec: Codec) -> 
 
 def make(cfg: Config) -> dict:
     """Make all sets and write their manifest."""
+    if not cfg.out and (cfg.harness, cfg.world) != (Config.harness, Config.world):
+        raise BadInput("--out: sets of another harness or world need a manifest of their own, which --out names")
     original, world = Harness.load(cfg.harness), World.load(cfg.world, SPLIT)
-    codec = Codec(Tokenizer.from_file(str(Path(cfg.model) / "tokenizer.json")))
+    check_harness(original)
+    codec = read_codec(cfg.model)
     entries = {}
     for name in SETS:
         rows = make_rows(name, cfg.items, original, world, cfg.seed)

@@ -20,10 +20,9 @@ from common import BadInput
 from data import names as base_names
 from facts import REWARDS, score
 from harness import Harness, assemble
-from oracle import teach
 from parts import LOAD_SKILL, SKILL_NAME, Skill, Tool, load_skill, load_tool
 from sim import Faults, World, make_task
-from test_chat import HERMES
+from test_chat import HERMES, teach
 from test_harness import HandRoom, drive, events, load
 
 ROOT = Path(__file__).parent.parent
@@ -411,6 +410,22 @@ def test_the_loader_lists_what_it_loads():
         assert new.tool(LOAD_SKILL).parameters["properties"]["skill"]["enum"] == [s.name for s in new.skills]
 
 
+def test_no_part_of_the_loaders_schema_keeps_an_old_name():
+    """FAULTS 53: an enum of some skills and other words, a default, examples."""
+    names = [s.name for s in H.skills]
+    schema = {"type": "string", "enum": ["", *names[1:]], "default": names[1], "examples": names, "title": names[2]}
+    loader = replace(H.tool(LOAD_SKILL), parameters={"type": "object", "properties": {"skill": schema}})
+    h = H.copy(tools=[*H.tools[:-1], loader])
+    for seed in range(10):
+        new, log = augment(h, seed, only("skill_id", ALWAYS))
+        made, old = new.tool(LOAD_SKILL).parameters["properties"]["skill"], {s.id: s.name for s in H.skills}
+        renamed = {old[s.id]: s.name for s in new.skills if s.id in old}
+        assert sorted(made["enum"]) == sorted(["", *(renamed[name] for name in names[1:])])
+        assert (made["default"], made["title"]) == (renamed[names[1]], renamed[names[2]])
+        assert made["examples"] == [renamed[name] for name in names]
+        assert all(any(under(place, e["at"]) for e in log) for place in places(h, new))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # hook-triggered corrections
 
@@ -522,6 +537,11 @@ def test_show_prints_a_diff(capsys):
     h, log = augment(H, 3)
     assert f"commit {H.commit} -> {h.commit}" in out and all(e["at"] in out for e in log)
     assert "\n-你是直播间的数字人主播" in out and "\n--- before" in out and all(line in out for line in H.diff(h))
+
+
+def test_show_knows_the_skills_to_keep():
+    with pytest.raises(BadInput, match="--keep: no skill 'item_q' in data/harness; did you mean item_qa?"):
+        hsa.main(["show", "--keep", "item_q", "--harness", "data/harness"])
 
 
 @pytest.mark.parametrize("dimension", DIMENSIONS)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from chat import ENV, MAX_DEPTH, REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, coerce, parse_calls
+from chat import ENV, MAX_DEPTH, REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, coerce, parse_calls, read_codec
 from common import BadInput
 from harness import Harness, run
-from sim import Faults, World, make_task
+from sim import NO_FAULTS, Faults, World, make_task
 from oracle import Oracle
+from oracle import teach as said_by_the_oracle
 
 ROOT = Path(__file__).parent.parent
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -33,6 +35,14 @@ def byte_tokenizer(special=SPECIAL, markup=MARKUP) -> Tokenizer:
 
 
 HERMES, XML = Codec(byte_tokenizer()), Codec(byte_tokenizer(), "xml")
+
+
+def teach(h, task, codec, seed, faults=NO_FAULTS, **style):
+    """oracle.teach, with room for tokens that are bytes."""
+    roomy = h.copy(limits=replace(h.limits, max_state_tokens=4096))
+    return said_by_the_oracle(roomy, task, codec, seed, faults, **style)
+
+
 SPELLED = Codec(byte_tokenizer(markup=[]))  # a tokenizer that knows no tags: it spells them
 BOTH = pytest.mark.parametrize("codec", [HERMES, XML], ids=["hermes", "xml"])
 ALL = pytest.mark.parametrize("codec", [HERMES, XML, SPELLED], ids=["hermes", "xml", "spelled"])
@@ -525,3 +535,17 @@ def test_a_tokenizer_without_chatml_is_refused():
 def test_transformers_tokenizers_serve_too():
     wrapped = type("Fast", (), {"backend_tokenizer": byte_tokenizer()})()
     assert Codec(wrapped).encode("3号<think>") == HERMES.encode("3号<think>")
+
+
+def test_a_codec_without_its_model(tmp_path):
+    shipped = Path(__file__).parent.parent / "data" / "base-small"
+    assert read_codec(shipped).stop_ids and read_codec(str(shipped)).vocab_size > 1000
+    for text, words in (
+        (None, "no such file"),
+        ("{}", "not a readable tokenizer"),
+        (Tokenizer(models.BPE()).to_str(), "ChatML"),
+    ):
+        if text is not None:
+            (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(BadInput, match=f"tokenizer.json: .*{words}"):
+            read_codec(tmp_path)

@@ -22,7 +22,7 @@ from data import make_sets
 from data.make_sets import SETS, Sets
 from facts import REWARDS
 from harness import main as harness_main
-from oracle import teach
+from test_chat import teach
 
 ROOT = Path(__file__).parent.parent
 TOKENS = Codec(Tokenizer.from_file(str(ROOT / "data" / "base-small" / "tokenizer.json")))
@@ -265,7 +265,9 @@ def test_follow_scores_each_instruction(place, tmp_path, monkeypatch, capsys):
     r = common.read_json(tmp_path / "o.json")
     assert r["scores"]["T4-P"]["mean"] == 50 and r["scores"]["T4-I"]["mean"] == pytest.approx(66.6667)
     assert r["details"]["T4"]["types"]["punctuation:no_comma"] == {"count": 2, "strict": 100, "loose": 100}
-    assert r["details"]["T4"]["stop/error"] == 1 and "1 items of T4 died" in capsys.readouterr().out
+    cut = r["details"]["T4"]["stop/length"]
+    assert r["details"]["T4"]["stop/error"] == 1 and "1 items of T4 died" in (out := capsys.readouterr().out)
+    assert (f"{cut} of 3 answers of T4 were cut: more --reply-tokens" in out) == bool(cut)
     rows = [{**line, "id": f"T4/{line['key']}", "key": line["key"]} for line in lines]
     engine = ev.Engine(ev.load(place / "model"))
     batch, _ = ev.follow(engine, rows, ev.BILINGUAL, 12)

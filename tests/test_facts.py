@@ -3,18 +3,18 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from chat import Call, Message, Sample
 from data.random_harness import random_harness
-from checks import broken_rule
+from checks import Moment, broken_rule, fact_risk, forbidden_claims
 from facts import REWARDS, by_link, says, score
 from harness import run
 from parts import LOAD_SKILL, Skill
-from sim import COUPON, FAQ, INFO, SHIPPING, STOCK, Ask, make_task
-from oracle import teach
-from test_chat import HERMES
+from sim import COUPON, FAQ, INFO, ROOM, SHIPPING, STOCK, Ask, make_task
+from test_chat import HERMES, teach
 from test_sim import H, LINKS, ONE, PRICE, SOME, TRAIN, make, on, taught
 
 
@@ -162,6 +162,11 @@ def test_rules_are_those_of_the_harness_in_force():
     for reply in ("1号放心拍呀", "亲，1号放心拍", "亲，1号呀", "亲，最便宜放心拍呀", "亲，放心拍" + "啊" * 9 + "呀"):
         assert broken_rule(reply, rules), reply
     assert not broken_rule("随便", {})
+    for closing in ("哦～", "冲！", "哈."):  # what ends a sentence may be part of it, and stand behind it
+        assert not any(broken_rule(f"1号放心拍{closing}{end}", {"closing": closing}) for end in ("", "。", "！~"))
+        assert broken_rule("1号放心拍。", {"closing": closing})
+    assert broken_rule("x", {"must_not_say": "", "closing": "哈"})  # an empty rule hides no other
+    assert forbidden_claims(Moment(H, "绝对便宜", {}), words=["", "绝对"])
 
 
 def test_one_of_two_asks_is_half():
@@ -281,6 +286,23 @@ def test_reading_out_the_whole_result_is_half():
     assert act(both, "1号清爽面膜白色50毫升，89元哈", [on(1)], ("multi_intent", "item_qa"))["effectiveness"] == 1.0
 
 
+def test_whatever_a_call_holds_is_scored():
+    """A harness without valid_arguments executes calls with any value in any place."""
+    bare = H.copy(hooks=[])
+    t = teach(bare, PRICE, HERMES, 0)
+    call = {"event": "tool_call", "tool": ROOM, "arguments": {"link_id": [1]}, "call_id": "x"}
+    result = {"event": "tool_result", "tool": ROOM, "text": '{"promotion": "a"}', "call_id": "x"}
+    assert score(bare, PRICE, replace(t, events=[call, result, *t.events]))["tool"] == 0.5
+
+
+def test_numbers_are_those_of_the_results_however_they_are_written():
+    moment = partial(Moment, H, context={"links": []}, evidence=['{"price": 1299, "days": 7.0}', "[12,345]"])
+    for reply in ("1,299元", "1299.0元", "7天", "12元", "345件"):
+        assert fact_risk(moment(reply)) is None, reply
+    for reply in ("1,298元", "29元", "1,2元"):
+        assert fact_risk(moment(reply)), reply
+
+
 def must_say(id, words):
     """The harness with another must-say in one skill."""
     new = [replace(s, rules=s.rules | {"must_say": words}, body=s.body + "{must_say}") for s in H.skills if s.id == id]
@@ -289,8 +311,8 @@ def must_say(id, words):
 
 def test_what_the_skill_orders_is_no_claim():
     """A must-say with a number or a promise in it is the operator's word, and answers nothing by itself."""
-    task, h = make(Ask("return", 1, "退货")), must_say("after_sale", "包邮30天无忧").copy(hooks=[])
-    t = teach(h, task, HERMES, 0)
+    task, h = make(Ask("return", 1, "退货")), must_say("after_sale", "包邮30天无忧")
+    t = teach(h, task, HERMES, 0)  # no hook of the shipped harness denies it either
     assert "包邮30天" in t.reply and score(h, task, t) == ONE
     assert score(h, task, replace(t, reply="1号包邮，包邮30天无忧哈"))["accuracy"] == 0.0
     assert score(h, task, replace(t, reply="1号，包邮30天无忧哈"))["accuracy"] == 0.0

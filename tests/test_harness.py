@@ -16,8 +16,7 @@ from common import BadInput
 from harness import Harness, assemble, main, run
 from parts import Skill, Tool
 from sim import World, make_task
-from oracle import teach
-from test_chat import HERMES, XML
+from test_chat import HERMES, XML, teach
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "data" / "harness"
@@ -175,6 +174,18 @@ def test_hooks_may_rewrite(shipped, tmp_path, monkeypatch):
     [call], [result] = events(t, "tool_call"), events(t, "tool_result")
     assert call["tool"] == "get_inventory" and result["text"] == "LEFT: MANY" == turns[1].messages[0]["content"]
     assert call["call_id"] == result["call_id"] == "0.call_0"
+
+
+def test_hooks_after_a_rewrite_see_the_new_tool(shipped, tmp_path, monkeypatch):
+    """An alias becomes a tool of the harness, and what it is rewritten to is held to that tool's schema."""
+    code = "def stock(m):\n    return Rewrite(Call('get_inventory', {'link_id': 3}))\n"
+    code += "def faq(m):\n    return Rewrite(Call('search_faq', {'link_id': 3}))\n"
+    user_checks(tmp_path, monkeypatch, code)
+    for check, error in (("stock", False), ("faq", True)):  # the second lacks its topic
+        hooks = [Hook("tool_call", f"my_checks:{check}"), Hook("tool_call", "known_tool")]
+        h = shipped.copy(hooks=[*hooks, Hook("tool_call", "valid_arguments")])
+        t, _ = drive(h, [Message("", "", [Call("left", {})]), Message("", "ok哈")], HandRoom({"get_inventory": "9"}))
+        assert bool(events(t, "tool_error")) == error and bool(events(t, "tool_result")) != error
 
 
 def test_matcher_picks_the_tool_by_id(shipped, tmp_path, monkeypatch):
@@ -516,6 +527,10 @@ def test_trace_shows_the_worst_first_and_names_a_torn_line(shipped, tmp_path, ca
     for bad in (rows[0][:50], "[]", "3", '{"when": 1}', '{"ids": [1]}'):
         path.write_text("\n".join([rows[0], bad]), encoding="utf-8")
         with pytest.raises(BadInput, match=r"t\.jsonl:2: not a stored rollout"):
+            main(["trace", str(path)])
+    for bad in ({"events": [{}]}, {"rewards": {"tool": "x"}}, {"events": [{"event": "reply", "text": 1}]}):
+        path.write_text(json.dumps(t.to_dict() | bad), encoding="utf-8")
+        with pytest.raises(BadInput, match=r"t\.jsonl: not stored rollouts"):
             main(["trace", str(path)])
 
 

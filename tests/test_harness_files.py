@@ -17,8 +17,7 @@ from facts import score
 from harness import Harness, assemble
 from parts import Limits, Tool, load_skill, load_tool
 from sim import World, make_task
-from oracle import teach
-from test_chat import HERMES
+from test_chat import HERMES, teach
 from test_harness import HandRoom, drive
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +41,7 @@ def edit(path, change):
     """Change a JSON file in place."""
     data = json.loads(path.read_text(encoding="utf-8"))
     change(data)
-    path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+    path.write_text(json.dumps(data, ensure_ascii="ud83d" in str(data)), encoding="utf-8")
 
 
 def tree(path):
@@ -96,6 +95,23 @@ def test_save_keeps_the_order_and_every_text(shipped, tmp_path):
     assert assemble(again, "好", HandRoom().context) == assemble(h, "好", HandRoom().context)
 
 
+def test_what_the_policy_never_reads_is_kept(folder, shipped):
+    """A licence of a skill, `strict` of a tool: neither shows, so neither counts, and saving loses neither."""
+    path = folder / "skills" / "item_qa" / "SKILL.md"
+    path.write_text(path.read_text(encoding="utf-8").replace("\nmeta", "\nlicense: MIT\nmeta", 1), encoding="utf-8")
+    edit(folder / "tools.json", lambda d: d[1]["function"].update(strict=True))
+    edit(folder / "tools.json", lambda d: d[1]["function"]["parameters"]["properties"].update(any=True))
+    h = Harness.load(folder)
+    any_id = replace(h.tools[1], param_ids=h.tools[1].param_ids | {"any": "some"})
+    h = h.copy(tools=[h.tools[0], any_id, *h.tools[2:]])
+    h.save(folder)
+    again = Harness.load(folder)
+    assert again.skill("item_qa").extra == {"license": "MIT"} and again.tools[1].extra == {"strict": True}
+    assert again.tools[1].param_ids["any"] == "some" and again.tools[1].parameters["properties"]["any"] == {}
+    edit(folder / "tools.json", lambda d: d[1]["function"].update(strict=False))
+    assert Harness.load(folder).commit == again.commit
+
+
 def test_save_refuses_a_directory_with_other_skills(shipped, folder):
     """A folder left over from an old name would be loaded as one skill more."""
     renamed = shipped.copy(skills=[replace(shipped.skills[0], name="other"), *shipped.skills[1:]])
@@ -139,8 +155,13 @@ CHANGES = {
     "block order": lambda h: {"system": h.system[::-1]},
     "format": lambda h: {"formats": h.formats | {"link": "{name}"}},
     "fallback": lambda h: {"fallback": "稍等"},
+    "null": lambda h: {"tools": [_defaulted(h.tools[0]), *h.tools[1:]]},
     "parameter order": lambda h: {"tools": [*h.tools[:4], _turned(h.tools[4]), *h.tools[5:]]},
 }
+
+
+def _defaulted(tool):
+    return replace(tool, parameters=tool.parameters | {"default": None})
 
 
 def _turned(tool):
@@ -157,7 +178,7 @@ def test_each_change_has_its_commit_and_its_line(shipped, change):
     assert lines and all(line.startswith("- ") and "\n" not in line for line in lines)
     for line in lines:
         old, new = line.split(": ", 1)[1].split(" -> ", 1)
-        assert old != new, line
+        assert old != new or change == "null", line
 
 
 def test_diff_names_module_and_place(shipped):
@@ -186,6 +207,10 @@ SKILLS = {  # FAULTS 54: what stands in skills/item_qa/SKILL.md -> words of the 
     "list": ("---\n- a\n---\n", [":2:", "mapping"]),
     "text": ("---\nname\n---\n", [":2:", "mapping"]),
     "bad yaml": ("---\nname: item_qa\ndescription: a: b\n---\n", [":3:", "YAML"]),
+    "bad texts of types": (GOOD.replace("description: 回复", "description: !!bool maybe"), ["YAML"]),
+    "folded description": (GOOD.replace("description: 回复", "description: >\n  回复"), None),
+    "max_chars": (GOOD.replace("kind: reply", "max_chars: thirty"), ["max_chars", "whole number"]),
+    "yes and no": (GOOD.replace("kind: reply", "closing: no"), ["closing", "text or a number"]),
     "bad date": ("---\nname: item_qa\ndescription: 2024-13-45\n---\n", ["YAML"]),
     "deep yaml": ("---\nname: " + "[" * 1000 + "\n---\n", ["YAML"]),
     "no name": ("---\ndescription: x\n---\n", ["name"]),
@@ -238,8 +263,11 @@ def test_names_that_leave_the_folder_are_refused(folder, shipped, name):
     refused(folder, "harness.json", "plain file name")
     with pytest.raises(BadInput):
         shipped.copy(skills=[replace(shipped.skills[0], name=name)])
+    with pytest.raises(BadInput):
+        shipped.copy(system=[name], blocks=shipped.blocks | {name: "x"})
 
 
+CLAIM = {"event": "reply", "check": "forbidden_claims"}
 HARNESS_FILES = {  # (file, change) -> words: FAULTS 56, refused at load and not at run
     "two tools": ("tools", lambda d: d.append(d[0]), ["tools.json[7]", "two tools", INFO]),
     "tool list": ("tools", lambda d: d.append(3), ["tools.json[7]", "name"]),
@@ -250,6 +278,12 @@ HARNESS_FILES = {  # (file, change) -> words: FAULTS 56, refused at load and not
         "tools",
         lambda d: [p.update({"x-id": "n"}) for p in d[4]["function"]["parameters"]["properties"].values()],
         ["tools.json[4]", "x-id"],
+    ),
+    "x-id": ("tools", lambda d: d[1]["function"].update({"x-id": ["a"]}), ["tools.json[1]", "x-id", "text"]),
+    "half a character": (
+        "tools",
+        lambda d: d[1]["function"].update(description="\ud83d"),
+        ["tools.json", "surrogates"],
     ),
     "load_skill without a skill": (
         "tools",
@@ -265,6 +299,18 @@ HARNESS_FILES = {  # (file, change) -> words: FAULTS 56, refused at load and not
     "unknown key": ("hooks", lambda d: d[0].update(when="x"), ["hooks.json[0]"]),
     "hook text": ("hooks", lambda d: d.append("x"), ["hooks.json[11]"]),
     "matcher": ("hooks", lambda d: d[0].update(matcher="("), ["hooks.json[0]", "matcher", "regular expression"]),
+    "matcher without a tool": (
+        "hooks",
+        lambda d: d[0].update(matcher="^get_"),
+        ["hooks.json[0]", "no tool at 'input'"],
+    ),
+    "text check of a call": (
+        "hooks",
+        lambda d: d[0].update(check="reply_length", event="tool_call"),
+        ["hooks.json[0]"],
+    ),
+    "call check of a text": ("hooks", lambda d: d[0].update(check="known_tool"), ["hooks.json[0]", "'input'"]),
+    "words": ("hooks", lambda d: d.append(CLAIM | {"params": {"words": "绝对"}}), ["hooks.json[11]", "list"]),
     "no load_skill": ("tools", lambda d: d.pop(6), ["hooks.json[7]", "load_skill"]),
     "no such kind": ("hooks", lambda d: d[7].update(params={"kind": "replies"}), ["hooks.json[7]", "kind"]),
     "turns": ("harness", lambda d: d["limits"].update(max_turns=0), ["harness.json", "max_turns", "1"]),
@@ -277,6 +323,7 @@ HARNESS_FILES = {  # (file, change) -> words: FAULTS 56, refused at load and not
     "unknown limit": ("harness", lambda d: d["limits"].update(max_turn=3), ["max_turn", "known"]),
     "limits": ("harness", lambda d: d.update(limits=3), ["limits"]),
     "no name": ("harness", lambda d: d.pop("name"), ["name"]),
+    "unknown key of all": ("harness", lambda d: d.update(falback="x"), ["harness.json", "falback", "fallback"]),
     "no system": ("harness", lambda d: d.pop("system"), ["system"]),
     "system": ("harness", lambda d: d.update(system="role"), ["system"]),
     "no block": ("harness", lambda d: d["system"].append("extra"), ["extra.md"]),
@@ -305,7 +352,7 @@ def test_unparseable_json_names_file_line_and_column(folder, name):
     line, column = map(int, re.search(rf"{name}\.json:(\d+):(\d+)", str(e.value)).groups())
     assert line in (2, 3) and column >= 1
     refused(folder, "JSON")
-    for text in ("3", '"x"', "null", "[[" if name == "harness" else "{}"):
+    for text in ("3", '"x"', "null", "[[" if name == "harness" else "{}", "[" * 10**5, "9" * 5001):
         path.write_text(text, encoding="utf-8")
         refused(folder, f"{name}.json")
     path.unlink()

@@ -122,7 +122,7 @@ def calls(monkeypatch):
             assert (Path(cfg.model) / "weights").exists() or cfg.model == str(ROOT / "data/base-small")
             made.seen.append((kind, out.name, cfg.seed, cfg.resume))
             assert cfg.resume == (out / "config.json").exists()
-            common.write_text(out / "config.json", "{}")
+            common.write_json(out / "config.json", common.settings(cfg) | {"code_version": "x"})
             if made.stop == out.name:
                 raise KeyboardInterrupt(2)
             common.write_text(out / "model" / "weights", "x")
@@ -176,6 +176,15 @@ def test_an_interrupted_stage_goes_on_and_finished_ones_stay(tmp_path, calls):
     calls.seen.clear()
     run(tmp_path, "--resume")
     assert calls.seen == []
+
+
+def test_a_finished_stage_of_other_options_is_no_row(tmp_path, calls):
+    """An upgrade that changes a default must not put two methods into one table."""
+    run(tmp_path)
+    config = tmp_path / "run" / "seed-0" / "hsa-sft" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lr": 12345.0}))
+    with pytest.raises(BadInput, match="hsa-sft: lr was 12345.0 and is now"):
+        run(tmp_path, "--resume")
 
 
 def test_rows_and_seeds_are_added_to_what_is_there(tmp_path, calls, capsys):

@@ -519,6 +519,7 @@ def test_bad_prompts_are_named_with_their_line(tmp_path, row, message):
         ([{"key": 7}], ":1: no 'response' that is a str"),
         ([{"response": "a"}], ":1: no 'prompt' or 'key'"),
         ([{"prompt": ["A title."], "response": "a"}], ":1: no 'prompt' or 'key'"),
+        ([{"prompt": ["A title."], "response": "a", "key": 7}], "no response to 1 of 2 prompts, among them key 8"),
         (['{"key": 7, "response": "a"'], ":1: not valid JSON"),
     ],
 )

@@ -234,6 +234,9 @@ def test_publish_replaces_what_stands_there_and_leaves_nothing_else(tmp_path):
     small(3).publish(path)
     assert torch.equal(load(path).model.lm_head.weight, small(3).model.lm_head.weight)
     assert list(tmp_path.iterdir()) == [path] and not (path / "left over").exists()
+    (path / "eval.json").touch()
+    small(3).publish(path)  # as a finished run does that is resumed: what was measured of these weights stays
+    assert list(tmp_path.iterdir()) == [path] and (path / "eval.json").exists()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("bug")])
@@ -304,10 +307,18 @@ def test_damaged_directories_are_refused_in_one_line(tmp_path, how):
     assert str(path) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_a_missing_directory_is_refused(tmp_path):
+def test_a_missing_directory_is_refused(tmp_path, monkeypatch):
     for path in (tmp_path / "nowhere", "no-such-directory", "no/such/directory"):
         with pytest.raises(BadInput, match="no such model directory"):
             load(path)
+    with pytest.raises(BadInput, match="no such model directory"):  # a word of a path, and no hub's owner
+        monkeypatch.chdir(tmp_path.parent)
+        load(f"{tmp_path.name}/modle")
+    small().save(tmp_path / "run" / "model")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match="a run, and no model; did you mean .*run/model?"):
+        load(tmp_path / "run")
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(BadInput, match="no such model directory"):

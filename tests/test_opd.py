@@ -587,6 +587,9 @@ def test_stop_kill_and_resume_bit_for_bit(flags, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(opd, "collect", collect)
     opd.main([*words, "--resume"])
     assert rows(out) == rows(whole) and weights(out) == weights(whole)
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match="teacher_digest was"):  # other weights by now
+        patch.setattr(opd, "model_digest", lambda path: "another")
+        opd.main([*words, "--resume"])
     shutil.rmtree(out / "ckpt-000004")  # it had got to step 4, and saved step 3
     opd.main([*words, "--resume"])
     assert rows(out) == rows(whole) and weights(out) == weights(whole)

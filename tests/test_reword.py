@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import huggingface_hub.constants
@@ -422,6 +423,14 @@ def test_threads_that_ask_for_the_same_get_the_same_and_cost_one_call():
         endpoint = Endpoint(url, "m")
         made = list(threads.map(lambda text: endpoint(text, "message", random.Random(0)), texts * 3))
     assert made == made[:8] * 3 and len(set(made)) == len(calls) == 8
+
+
+def test_sentences_of_a_language_model_keep_the_space_between_them():
+    skill = replace(H.skills[0], rules={}, body="Check the stock. Say the price. Be brief.")
+    with server(lambda text, body: text.replace(" the ", " its ")) as (url, _):
+        steady = replace(only("skill_content"), reword=1.0, reorder=0.0, restyle=0.0)
+        h, _ = augment(H.copy(skills=[skill, *H.skills[1:]]), 0, steady, rewrite=Endpoint(url, "m"))
+    assert h.skills[0].body == "Check its stock. Say its price. Be brief."
 
 
 def test_a_server_that_fails_now_and_then_costs_a_rewrite():

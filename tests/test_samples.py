@@ -3,6 +3,7 @@
 import json
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -228,14 +229,14 @@ def test_the_file_of_samples_goes_on_where_it_was_torn(tmp_path):
 
     def make(i):
         asked.append(i)
-        return made(n=i + 2)
+        return replace(made(n=i + 2), reply="好的哈")
 
     path = tmp_path / "samples.jsonl"
     rows = make_samples(path, make, 3, 1, ALONE)
-    whole = path.read_text()
+    whole = path.read_bytes()
     assert [len(t.ids) for t in rows] == [2, 3, 4] and asked == [0, 1, 2]
-    path.write_text(whole[: whole.rindex("\n", 0, -1) + 9])  # killed within the third line
-    assert make_samples(path, make, 3, 1, ALONE) == rows and asked == [0, 1, 2, 2] and path.read_text() == whole
+    path.write_bytes(whole[: whole.rindex("哈".encode()) + 1])  # killed within the third line, and within a character
+    assert make_samples(path, make, 3, 1, ALONE) == rows and asked == [0, 1, 2, 2] and path.read_bytes() == whole
     assert make_samples(path, make, 3, 4, ALONE) == rows and len(asked) == 4
 
 

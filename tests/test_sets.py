@@ -254,3 +254,8 @@ def test_a_set_of_another_harness_world_or_code_is_one_line(tmp_path, monkeypatc
             Sets.load(tmp_path / "m.json")
     with pytest.raises(BadInput, match="no set T9 in it; there are T1, T2"):
         sets.rows("T9")
+    sets.entries["T1"] = {}
+    with pytest.raises(BadInput, match="set T1 has no 'items' and 'sha256'"):
+        sets.rows("T1")
+    with pytest.raises(BadInput, match="--out: sets of another harness"):
+        make_sets.main(["--config", "tiny", "--harness", "mine"])

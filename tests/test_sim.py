@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from facts import REWARDS, says, score
 from harness import Harness
 from parts import LOAD_SKILL
 from sim import COUPON, FAQ, INFO, INTENTS, NO_FAULTS, ROOM, ROUTES, SHIPPING, STOCK, Ask, Faults, Task, World
-from sim import SHAPE, make_task, met_fault, plain_topic, readable, same_call, wanted
-from oracle import Oracle, teach
-from test_chat import HERMES
+from sim import SHAPE, check_harness, make_task, met_fault, plain_topic, readable, same_call, wanted
+from oracle import Oracle
+from test_chat import HERMES, teach
 
 ROOT = Path(__file__).parent.parent
 TRAIN, TEST = (World.load(ROOT / "data" / "world" / "zh.json", split) for split in ("train", "test"))
@@ -162,6 +163,37 @@ def test_a_world_that_lacks_something_says_what(tmp_path, path):
         (tmp_path / "w.json").write_text(json.dumps(content), encoding="utf-8")
         with pytest.raises(BadInput, match=r"w\.json: no '" + (path[-1] if content else "prefix")):
             World.load(tmp_path / "w.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["noun"].update(test=[]), "'noun' must have 'test', a list of 1 or more"),
+        (lambda d: d["city"].update(train="杭州"), "'city' must have 'train'"),
+        (lambda d: d["faq"].update(train=["孕妇", "孕妇", "儿童"]), "'faq' must have 'train', a list of 3"),
+        (lambda d: d["attribute"]["颜色"].pop("test"), "attribute '颜色' must have 'test'"),
+        (lambda d: [d[x].update(train=d[x]["train"][:2]) for x in ("prefix", "noun")], "train: 4 names"),
+        (lambda d: [d["attribute"].pop(k) for k in [*d["attribute"]][1:]], "1 attributes"),
+    ],
+)
+def test_a_world_too_small_for_a_room_is_refused(tmp_path, change, words):
+    """Drawing names that differ from two would never end."""
+    data = json.loads((ROOT / "data" / "world" / "zh.json").read_text(encoding="utf-8"))
+    change(data)
+    (tmp_path / "w.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(BadInput, match=words):
+        World.load(tmp_path / "w.json")
+
+
+def test_a_harness_of_another_trade_is_refused():
+    """Its teacher could only say that nothing can be checked, and be right."""
+    check_harness(H)
+    faq = replace(H.tool(FAQ), param_ids={"link_id": "link_id", "topic": "words"})
+    for tools, what in (([faq], r"tool search_faq \(link_id, topic\)"), ([], "tool search_faq")):
+        with pytest.raises(BadInput, match=f"need the {what}.*x-id"):
+            check_harness(H.copy(tools=[*(t for t in H.tools if t.id != FAQ), *tools]))
+    with pytest.raises(BadInput, match="need the skill small_talk"):
+        check_harness(H.copy(skills=[s for s in H.skills if s.id != "small_talk"]))
 
 
 def test_every_key_of_the_shipped_world_is_known():
