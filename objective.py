@@ -119,7 +119,8 @@ def segment_advantages(
 
     Every baseline runs over the whole group, whether or not a trajectory has the segment: "those that called a tool" is
     the policy's own choice, and a baseline that depends on it is biased. The choice not to call is made in the first
-    state, so a trajectory without tool calls carries the rewards of the tool segment on its reply segment.
+    state, so a trajectory without tool calls carries on its reply segment what a tool segment would have had: rewards,
+    and the penalty that it has been spared.
     """
     out = torch.zeros_like(penalty)
     if not valid.any():
@@ -128,11 +129,13 @@ def segment_advantages(
     rewards = conditioned(rewards) if rules.condition else rewards
     right = in_groups(rewards["accuracy"], groups, lambda r: r.mean().expand_as(r))
     everything = REWARD_TABLE["tool"] | REWARD_TABLE["reply"]
+    pens = [in_groups(p, groups, centred) for p in penalty.masked_fill(~valid[:, None], math.nan).unbind(1)]
+    pens = torch.stack(pens, 1) * (right >= rules.think_gate)[:, None]  # (N, 2)
+    pens[:, 1] += pens[:, 0].masked_fill(present[:, 0], 0.0)
     for s, segment in enumerate(SEGMENTS):
-        a = credited(rewards, REWARD_TABLE[segment], groups, rules.normalise)
+        a, pen = credited(rewards, REWARD_TABLE[segment], groups, rules.normalise), pens[:, s]
         if segment == "reply":
             a = a.where(present[:, 0], credited(rewards, everything, groups, rules.normalise))
-        pen = in_groups(penalty[:, s].masked_fill(~valid, math.nan), groups, centred) * (right >= rules.think_gate)
         out[:, s] = a / max(float(a[valid].std(correction=0)), rules.floor) + pen
     return out.where(present & valid[:, None], 0.0)
 

@@ -412,13 +412,14 @@ class Toy:
         ]
         self.value = torch.rand(3, 2, 3, 2, generator=g, dtype=torch.float64)  # accuracy of all four
         self.tools = torch.rand(3, 2, generator=g, dtype=torch.float64)  # tool reward of first and argument
+        self.penalty = -torch.rand(2, 2, generator=g, dtype=torch.float64)  # of what is thought in the tool segment
 
     def trajectories(self):
-        """(logps (T,), segments, accuracy, tool reward) of each trajectory there is."""
+        """(logps (T,), segments, accuracy, tool reward with penalty) of each trajectory there is."""
         first, argument, reply, end = (x.log_softmax(-1) for x in self.parameters)
         for a, b, c, d in itertools.product(range(2), range(2), range(3), range(2)):
             logps = torch.stack([first[a], argument[a, b], reply[a, c], end[a, d]])
-            yield logps, [1, 1, 2, 2], self.value[a, b, c, d], self.tools[a, b]
+            yield logps, [1, 1, 2, 2], self.value[a, b, c, d], self.tools[a, b] + self.penalty[a, b]
         for d in range(2):
             logps = torch.stack([first[2], end[2, d], *torch.zeros(2, dtype=torch.float64)])
             yield logps, [2, 2, 0, 0], self.value[2, 0, 0, d], self.tools[2, 0]
@@ -454,6 +455,13 @@ def test_expected_loss_gradient_is_the_policy_gradient(form):
     toy = Toy()
     for got, exact in zip(toy.expected_loss_gradient(form=form), toy.exact_gradient(), strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_who_does_not_call_carries_what_calls_would_have():
+    """Callers are pushed down by what they think beyond the group's mean, and who spared himself all of it is not."""
+    penalty, present = [[-0.4, 0.0], [-0.2, -0.1], [0.0, -0.1], [0.0, 0.0]], [[True, True]] * 2 + [[False, True]] * 2
+    out = advantages([0] * 4, present=present, penalty=penalty, accuracy=[1.0] * 4)
+    torch.testing.assert_close(out, t([-0.25, 0.05], [-0.05, -0.05], [0.0, 0.15 - 0.05], [0.0, 0.15 + 0.05]))
 
 
 def test_baseline_over_callers_only_would_be_biased():
