@@ -37,13 +37,12 @@ LAUNCH = dict(num_warps=4, enable_fp_fusion=True)
 
 
 @torch.inference_mode()
-def recurrent(q, k, v, g, beta, state, lengths=None, backend=None):
+def recurrent(q, k, v, g, beta, state, backend=None):
     """T tokens of N rows through the gated delta rule. -> out (N, T, Hv, Dv) in q's dtype, states (N, T, Hv, Dk, Dv).
 
     q, k (N, T, Hk, Dk), normalised here; v (N, T, Hv, Dv), Hv a multiple of Hk; g (N, T, Hv) log of the decay;
     beta (N, T, Hv) in [0, 1]; state (N, Hv, Dk, Dv) before the first token, not changed. All maths and states in fp32.
-    lengths (N,): how many tokens of each row are real, the first ones; None = all. Behind them out is 0 and the state
-    stays, whatever stands there. backend: "torch" or "triton"; None = the kernel on a GPU.
+    backend: "torch" or "triton"; None = the kernel on a GPU.
     """
     n, steps, heads, dv = v.shape
     dk = q.shape[-1]
@@ -52,40 +51,34 @@ def recurrent(q, k, v, g, beta, state, lengths=None, backend=None):
     if backend is None:
         backend = "triton" if v.is_cuda and triton is not None else "torch"
     if backend == "torch":
-        return _torch(q, k, v, g, beta, state, lengths)
+        return _torch(q, k, v, g, beta, state)
     if backend != "triton":
         raise BadInput(f"recurrent: backend {backend!r}; there are torch and triton")
     if triton is None:
         raise BadInput("recurrent: backend triton, but the package triton is not installed")
-    return _triton(q, k, v, g, beta, state, lengths)
+    return _triton(q, k, v, g, beta, state)
 
 
-def conv_steps(x, state, weight, bias=None, lengths=None):
+def conv_steps(x, state, weight, bias=None):
     """Causal depthwise convolution and SiLU over T >= 1 tokens. -> out (N, T, C), states (N, T, C, W-1).
 
     x (N, T, C); state (N, C, W-1) the inputs just before, zeros before the beginning of a sequence; weight (C, W), bias
-    (C,). states[:, t] are the last W-1 inputs up to token t. lengths as in `recurrent`.
+    (C,). states[:, t] are the last W-1 inputs up to token t.
     """
-    n, steps, channels = x.shape
+    n, _, channels = x.shape
     width = weight.shape[-1]
     assert state.shape == (n, channels, width - 1), f"state {tuple(state.shape)} for a convolution of width {width}"
     inputs = torch.cat([state.to(x.dtype), x.transpose(1, 2)], -1)  # (N, C, W-1+T)
     out = F.silu(F.conv1d(inputs.to(weight.dtype), weight[:, None], bias, groups=channels))
-    out = out.transpose(1, 2).to(x.dtype)  # (N, T, C)
     states = inputs.unfold(-1, width - 1, 1).transpose(1, 2)  # (N, T+1, C, W-1) a view: after 0 .. T tokens
-    if lengths is None:
-        return out, states[:, 1:]
-    step = torch.arange(1, steps + 1, device=x.device)
-    rows = torch.arange(n, device=x.device)[:, None]
-    out = out.masked_fill((step > lengths[:, None])[..., None], 0)
-    return out, states[rows, torch.minimum(step, lengths[:, None])]
+    return out.transpose(1, 2).to(x.dtype), states[:, 1:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the reference
 
 
-def _torch(q, k, v, g, beta, state, lengths):
+def _torch(q, k, v, g, beta, state):
     n, steps, heads, _ = v.shape
     dtype, share = q.dtype, heads // q.shape[2]
     q, k = (_unit(x.float()).repeat_interleave(share, dim=2) for x in (q, k))  # (N, T, Hv, Dk)
@@ -94,14 +87,10 @@ def _torch(q, k, v, g, beta, state, lengths):
     out, states = torch.zeros_like(v), state.new_empty(n, steps, *state.shape[1:])
     for t in range(steps):
         kt = k[:, t, :, :, None]  # (N, Hv, Dk, 1)
-        new = state * decay[:, t, :, None, None]  # (N, Hv, Dk, Dv)
-        delta = (v[:, t] - (new * kt).sum(-2)) * beta[:, t, :, None]  # (N, Hv, Dv)
-        new = new + kt * delta[..., None, :]
-        ot = (new * q[:, t, :, :, None]).sum(-2)
-        if lengths is not None:
-            real = (t < lengths)[:, None, None]
-            new, ot = torch.where(real[..., None], new, state), torch.where(real, ot, 0)
-        out[:, t], states[:, t], state = ot, new, new
+        state = state * decay[:, t, :, None, None]  # (N, Hv, Dk, Dv)
+        delta = (v[:, t] - (state * kt).sum(-2)) * beta[:, t, :, None]  # (N, Hv, Dv)
+        state = state + kt * delta[..., None, :]
+        out[:, t], states[:, t] = (state * q[:, t, :, :, None]).sum(-2), state
     return out.to(dtype), states
 
 
@@ -122,9 +111,9 @@ if triton is not None:
 
     @triton.jit
     def _steps(
-        q, k, v, g, beta, state, lengths, out, states, scale, eps,
+        q, k, v, g, beta, state, out, states, scale, eps,
         T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-        RAGGED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """One program per row, value head and COLUMNS columns of the state, which never need each other."""
         n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -132,23 +121,19 @@ if triton is not None:
         tile = i[:, None] * DV + j[None, :]  # of one (DK, DV) state
         inside = (i[:, None] < DK) & (j[None, :] < DV)
         s = tl.load(state + (n * HV + head) * DK * DV + tile, mask=inside, other=0.0).to(tl.float32)
-        count = tl.load(lengths + n) if RAGGED else T
         for t in range(T):
             at = (n * T + t) * HV + head  # of value heads; a key head serves HV // HK of them
             source = ((n * T + t) * HK + head // (HV // HK)) * DK
-            o = tl.zeros((COLUMNS,), tl.float32)
-            if t < count:
-                kt, qt = _row(k + source, i, i < DK, eps), _row(q + source, i, i < DK, eps) * scale  # (ROWS,)
-                vt = tl.load(v + at * DV + j, mask=j < DV, other=0.0).to(tl.float32)  # (COLUMNS,)
-                s *= tl.exp(tl.load(g + at).to(tl.float32))
-                delta = (vt - tl.sum(s * kt[:, None], 0)) * tl.load(beta + at).to(tl.float32)
-                s += kt[:, None] * delta[None, :]
-                o = tl.sum(s * qt[:, None], 0)
-            tl.store(out + at * DV + j, o, mask=j < DV)
+            kt, qt = _row(k + source, i, i < DK, eps), _row(q + source, i, i < DK, eps) * scale  # (ROWS,)
+            vt = tl.load(v + at * DV + j, mask=j < DV, other=0.0).to(tl.float32)  # (COLUMNS,)
+            s *= tl.exp(tl.load(g + at).to(tl.float32))
+            delta = (vt - tl.sum(s * kt[:, None], 0)) * tl.load(beta + at).to(tl.float32)
+            s += kt[:, None] * delta[None, :]
+            tl.store(out + at * DV + j, tl.sum(s * qt[:, None], 0), mask=j < DV)
             tl.store(states + at * DK * DV + tile, s, mask=inside)
 
 
-def _triton(q, k, v, g, beta, state, lengths):
+def _triton(q, k, v, g, beta, state):
     n, steps, heads, dv = v.shape
     dk = q.shape[-1]
     q, k, v, g, beta, state = (x.contiguous() for x in (q, k, v, g, beta, state))
@@ -157,8 +142,7 @@ def _triton(q, k, v, g, beta, state, lengths):
     states = torch.empty(n, steps, heads, dk, dv, dtype=torch.float32, device=v.device)
     with torch.cuda.device_of(v):
         _steps[n, heads, triton.cdiv(dv, columns)](
-            q, k, v, g, beta, state, g if lengths is None else lengths, out, states, dk**-0.5, EPS,
-            T=steps, HK=q.shape[2], HV=heads, DK=dk, DV=dv, RAGGED=lengths is not None,
-            ROWS=triton.next_power_of_2(dk), COLUMNS=columns, **LAUNCH,
+            q, k, v, g, beta, state, out, states, dk**-0.5, EPS,
+            T=steps, HK=q.shape[2], HV=heads, DK=dk, DV=dv, ROWS=triton.next_power_of_2(dk), COLUMNS=columns, **LAUNCH,
         )  # fmt: skip
     return out, states

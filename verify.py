@@ -57,15 +57,14 @@ def verify(
     greedy=False,
     valid_vocab=None,
     draft_probs=None,
-    lengths=None,
     backend=None,
 ):
     """Check k drafts of N sequences. -> accepted (N,) int64, tokens (N, k+1) int64, logps (N, k+1) fp32.
 
-    logits (N, k+1, V): position i follows draft i - 1. drafts (N, k) int64. uniforms (N, k+1) fp32 in [0, 1).
-    lengths (N,): how many drafts of each sequence are real, the first ones; None = all. draft_probs (N, k, V): q of
-    each draft; None = one-hot. valid_vocab: ids from here on are padding of the head, never accepted, never drawn.
-    greedy: the likeliest token; temperature, top_p, top_k, draft_probs and uniforms then say nothing.
+    logits (N, k+1, V): position i follows draft i - 1. drafts (N, k) int64, -1 = none. uniforms (N, k+1) fp32 in
+    [0, 1). draft_probs (N, k, V): q of each draft; None = one-hot. valid_vocab: ids from here on are padding of the
+    head, never accepted, never drawn. greedy: the likeliest token; temperature, top_p, top_k, draft_probs and uniforms
+    then say nothing.
     backend: "torch" or "triton"; None chooses by the device and by what the kernel can do.
 
     The first accepted + 1 tokens of a row are valid, drafts and what follows them; the rest are -1, with log-prob 0.
@@ -87,14 +86,14 @@ def verify(
         backend = "triton" if logits.is_cuda and triton is not None and one_read else "torch"
     if backend == "torch":
         q = None if greedy else draft_probs
-        return _torch(logits[..., :vocab], drafts, uniforms, temperature, top_p, top_k, greedy, q, lengths)
+        return _torch(logits[..., :vocab], drafts, uniforms, temperature, top_p, top_k, greedy, q)
     if backend != "triton":
         raise BadInput(f"verify: backend {backend!r}; there are torch and triton")
     if triton is None:
         raise BadInput("verify: backend triton, but the package triton is not installed")
     if not one_read:
         raise BadInput("verify: the Triton kernel knows no top-k, top-p or draft probabilities; backend torch does")
-    return _triton(logits, vocab, drafts, uniforms, temperature, greedy, lengths)
+    return _triton(logits, vocab, drafts, uniforms, temperature, greedy)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,12 +140,10 @@ def invert(mass, u):
 # the reference
 
 
-def _torch(logits, drafts, uniforms, temperature, top_p, top_k, greedy, q, lengths):
+def _torch(logits, drafts, uniforms, temperature, top_p, top_k, greedy, q):
     n, positions, vocab = logits.shape
     rows = torch.arange(n, device=logits.device)
     real = (drafts >= 0) & (drafts < vocab)  # (N, k)
-    if lengths is not None:
-        real &= torch.arange(positions - 1, device=logits.device) < lengths[:, None]
     d = F.pad(drafts.masked_fill(~real, -1), (0, 1), value=-1)  # (N, k+1), -1 where there is no draft
     if greedy:
         x = logits.float()
@@ -205,12 +202,9 @@ def _result(accepted, drafts, logps, token, logp):
 if triton is not None:
 
     @triton.jit
-    def _draft(drafts, lengths, n, t, vocab, K: tl.constexpr, RAGGED: tl.constexpr):
+    def _draft(drafts, n, t, vocab, K: tl.constexpr):
         """The draft at position t of sequence n, -1 if there is none."""
-        real = t < K
-        if RAGGED:
-            real = real & (t < tl.load(lengths + n))
-        draft = tl.load(drafts + n * K + t, mask=real, other=-1)
+        draft = tl.load(drafts + n * K + t, mask=t < K, other=-1)
         return tl.where((draft >= 0) & (draft < vocab), draft, -1)
 
     @triton.jit
@@ -226,8 +220,8 @@ if triton is not None:
 
     @triton.jit
     def _partials(
-        logits, drafts, lengths, tops, rests, firsts, stride_n, stride_t, width, vocab, temperature, blocks,
-        K: tl.constexpr, GREEDY: tl.constexpr, TEMPERED: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr,
+        logits, drafts, tops, rests, firsts, stride_n, stride_t, width, vocab, temperature, blocks,
+        K: tl.constexpr, GREEDY: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Launch 1, one program per position and block: max, sum of exp(x - max) without the draft, argmax."""
         row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)  # 64 bits: row * V may be beyond 2^31
@@ -240,7 +234,7 @@ if triton is not None:
         if GREEDY:
             tl.store(firsts + at, tl.min(tl.where(x == top, ids, vocab), 0))
         else:
-            mass = tl.where(ids == _draft(drafts, lengths, n, t, vocab, K, RAGGED), 0.0, mass)
+            mass = tl.where(ids == _draft(drafts, n, t, vocab, K), 0.0, mass)
         tl.store(tops + at, top)
         tl.store(rests + at, tl.sum(mass, 0))
 
@@ -252,10 +246,9 @@ if triton is not None:
 
     @triton.jit
     def _decide(
-        logits, drafts, lengths, uniforms, tops, rests, firsts, accepted_out, tokens, logps,
+        logits, drafts, uniforms, tops, rests, firsts, accepted_out, tokens, logps,
         stride_n, stride_t, width, vocab, temperature, blocks,
-        K: tl.constexpr, GREEDY: tl.constexpr, TEMPERED: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr,
-        BLOCKS: tl.constexpr,
+        K: tl.constexpr, GREEDY: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     ):  # fmt: skip
         """Launch 2, one program per sequence: walk over its positions until a draft falls or there is none."""
         n = tl.program_id(0).to(tl.int64)
@@ -265,8 +258,8 @@ if triton is not None:
             row = n * (K + 1) + t
             token, logp = tl.full((), -1, tl.int64), tl.full((), 0.0, tl.float32)
             if t == accepted:  # all drafts before this one stand
-                here = logits + n * stride_n + t * stride_t
-                draft = _draft(drafts, lengths, n, t, vocab, K, RAGGED)
+                here = logits + n * stride_n + t * tl.cast(stride_t, tl.int64)  # t is in 32 bits
+                draft = _draft(drafts, n, t, vocab, K)
                 top = tl.load(tops + row * blocks + block, mask=block < blocks, other=-float("inf"))  # (BLOCKS,)
                 rest = tl.load(rests + row * blocks + block, mask=block < blocks, other=0.0)
                 most = tl.max(top, 0)
@@ -308,31 +301,24 @@ if triton is not None:
         tl.store(accepted_out + n, accepted.to(tl.int64))
 
 
-def _triton(logits, vocab, drafts, uniforms, temperature, greedy, lengths):
+def _triton(logits, vocab, drafts, uniforms, temperature, greedy):
     n, positions, width = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     block = min(BLOCK, max(16, triton.next_power_of_2(vocab)))
     blocks, rows = triton.cdiv(vocab, block), n * positions
     drafts, uniforms = drafts.contiguous(), uniforms.contiguous()
-    lengths_ = drafts if lengths is None else lengths.contiguous()  # not read when None
     tops, rests = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
     firsts = torch.empty(rows if greedy else 0, blocks, dtype=torch.int32, device=logits.device)
     accepted = torch.empty(n, dtype=torch.int64, device=logits.device)
     tokens = torch.empty(n, positions, dtype=torch.int64, device=logits.device)
     logps = torch.empty(n, positions, dtype=torch.float32, device=logits.device)
     shape = (logits.stride(0), logits.stride(1), width, vocab, float(temperature), blocks)
-    flags = dict(
-        K=positions - 1,
-        GREEDY=bool(greedy),
-        TEMPERED=temperature != 1 and not greedy,
-        RAGGED=lengths is not None,
-        BLOCK=block,
-    )
+    flags = dict(K=positions - 1, GREEDY=bool(greedy), TEMPERED=temperature != 1 and not greedy, BLOCK=block)
     with torch.cuda.device_of(logits):
         partials = (tops, rests, firsts)
-        _partials[rows, blocks](logits, drafts, lengths_, *partials, *shape, **flags, **LAUNCH)
+        _partials[rows, blocks](logits, drafts, *partials, *shape, **flags, **LAUNCH)
         _decide[(n,)](
-            logits, drafts, lengths_, uniforms, *partials, accepted, tokens, logps, *shape,
+            logits, drafts, uniforms, *partials, accepted, tokens, logps, *shape,
             **flags, BLOCKS=triton.next_power_of_2(blocks), **LAUNCH,
         )  # fmt: skip
     return accepted, tokens, logps

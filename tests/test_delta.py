@@ -69,22 +69,6 @@ def test_as_transformers(function, shape):
         assert torch.allclose(states[:, t], after, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [0.0, float("nan")])
-def test_ragged_lengths(bad):  # FAULTS 45
-    """A row is that row alone with fewer tokens; what stands behind them, be it NaN, reaches no state and no output."""
-    *tokens, state = inputs((4, 3, 2, 4, 8, 8))
-    lengths = torch.tensor([3, 1, 0, 2])
-    real = torch.arange(3) < lengths[:, None]
-    filled = [torch.where(real[(...,) + (None,) * (x.dim() - 2)], x, bad) for x in tokens]
-    out, states = recurrent(*filled, state, lengths=lengths)
-    for i, length in enumerate(lengths.tolist()):
-        alone, after = recurrent(*upto(length, *(x[i : i + 1] for x in tokens)), state[i : i + 1])
-        assert torch.equal(out[i, :length], alone[0]) and (out[i, length:] == 0).all()
-        assert torch.equal(states[i, :length], after[0])
-        last = states[i, length - 1] if length else state[i]
-        assert all(torch.equal(x, last) for x in states[i, length:])
-
-
 def test_states_are_fp32_and_outputs_as_the_inputs():
     *tokens, state = inputs(SHAPES[0])
     half = [x.bfloat16() for x in tokens]
@@ -97,11 +81,11 @@ def test_states_are_fp32_and_outputs_as_the_inputs():
 def test_inputs_stay_as_they_were():  # FAULTS 48
     given = inputs(SHAPES[0])
     before = [x.clone() for x in given]
-    recurrent(*given, lengths=torch.tensor([1, 4, 2]))
+    recurrent(*given)
     assert all(torch.equal(a, b) for a, b in zip(before, given))
     x, state, weight = conv_inputs(2, 3)
     before = [y.clone() for y in (x, state, weight)]
-    conv_steps(x, state, weight, lengths=torch.tensor([1, 3]))
+    conv_steps(x, state, weight)
     assert all(torch.equal(a, b) for a, b in zip(before, (x, state, weight)))
 
 
@@ -145,14 +129,14 @@ def prefill(config, layer, x):
 
 
 @torch.no_grad()
-def step(layer, x, state, window, lengths=None):
+def step(layer, x, state, window):
     """The layer's forward over new tokens x (N, T, H) with the functions of delta.py."""
-    mixed, windows = conv_steps(layer.in_proj_qkv(x), window, layer.conv1d.weight[:, 0], layer.conv1d.bias, lengths)
+    mixed, windows = conv_steps(layer.in_proj_qkv(x), window, layer.conv1d.weight[:, 0], layer.conv1d.bias)
     q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
     q, k = (y.unflatten(-1, (-1, layer.head_k_dim)) for y in (q, k))
     v, z = (y.unflatten(-1, (-1, layer.head_v_dim)) for y in (v, layer.in_proj_z(x)))
     g = -layer.A_log.exp() * torch.nn.functional.softplus(layer.in_proj_a(x) + layer.dt_bias)
-    out, states = recurrent(q, k, v, g, layer.in_proj_b(x).sigmoid(), state, lengths)
+    out, states = recurrent(q, k, v, g, layer.in_proj_b(x).sigmoid(), state)
     out = layer.norm(out.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
     return layer.out_proj(out.view(*x.shape[:2], -1)), states, windows
 
@@ -183,8 +167,7 @@ def test_rows_that_accept_different_counts_go_on(layer):  # FAULTS 45
     _, state, window = prefill(config, layer, prompts)
     for accepted in ([0, 3, 1], [2, 0, 1], [1, 1, 3]):
         x = torch.randn(n, k + 1, config.hidden_size, generator=g)
-        lengths = torch.tensor([min(k, a + i) + 1 for i, a in enumerate(accepted)])  # some rows with fewer drafts
-        out, states, windows = step(layer, x, state, window, lengths)
+        out, states, windows = step(layer, x, state, window)
         state, window = states[rows, torch.tensor(accepted)], windows[rows, torch.tensor(accepted)]
         for i, a in enumerate(accepted):
             kept[i] += list(x[i, : a + 1])
@@ -194,16 +177,16 @@ def test_rows_that_accept_different_counts_go_on(layer):  # FAULTS 45
             assert torch.allclose(window[i], fresh_window[0], atol=1e-5)
 
 
-def test_conv_steps_ragged():
+def test_conv_steps_by_its_definition():
+    """With a bias, which the layer has not."""
     x, state, weight = conv_inputs(3, 4)
-    lengths = torch.tensor([4, 0, 2])
-    out, states = conv_steps(x, state, weight, torch.ones(5), lengths)
-    for i, length in enumerate(lengths.tolist()):
-        alone, after = conv_steps(x[i : i + 1], state[i : i + 1], weight, torch.ones(5))
-        assert torch.equal(out[i, :length], alone[0, :length]) and (out[i, length:] == 0).all()
-        assert torch.equal(states[i, :length], after[0, :length])
-        last = states[i, length - 1] if length else state[i]
-        assert all(torch.equal(y, last) for y in states[i, length:])
+    bias = torch.arange(5.0)
+    out, states = conv_steps(x, state, weight, bias)
+    for t in range(4):
+        seen = torch.cat([state, x[:, t, :, None]], -1)  # (N, C, W)
+        assert torch.allclose(out[:, t], torch.nn.functional.silu((seen * weight).sum(-1) + bias), atol=1e-6)
+        state = seen[..., 1:]
+        assert torch.equal(states[:, t], state)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,10 +196,8 @@ def test_conv_steps_ragged():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def kernel_agrees(shape):
     given = [x.to(DEVICE) for x in inputs(shape, seed=1)]
-    lengths = torch.randint(0, shape[1] + 1, (shape[0],), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    for options in ({}, dict(lengths=lengths)):
-        want, got = (recurrent(*given, **options, backend=backend) for backend in ("torch", "triton"))
-        assert all(torch.allclose(a, b, atol=1e-5, rtol=1e-5) for a, b in zip(want, got))
+    want, got = (recurrent(*given, backend=backend) for backend in ("torch", "triton"))
+    assert all(torch.allclose(a, b, atol=1e-5, rtol=1e-5) for a, b in zip(want, got))
 
 
 def kernel_reads_bf16():
@@ -225,15 +206,6 @@ def kernel_reads_bf16():
     want, got = (recurrent(*half, state, backend=backend) for backend in ("torch", "triton"))
     assert got[0].dtype == torch.bfloat16 and torch.allclose(want[0].float(), got[0].float(), atol=0.02, rtol=0.01)
     assert torch.allclose(want[1], got[1], atol=1e-5, rtol=1e-5)
-
-
-def kernel_stops_at_a_row_s_length():
-    *tokens, state = (x.to(DEVICE) for x in inputs((2, 3, 1, 2, 4, 4), seed=4))
-    tokens = [x.clone() for x in tokens]
-    for x in tokens:
-        x[1, 1:] = float("nan")
-    out, states = recurrent(*tokens, state, lengths=torch.tensor([3, 1]).to(DEVICE), backend="triton")
-    assert out.isfinite().all() and states.isfinite().all() and torch.equal(states[1, 2], states[1, 0])
 
 
 def kernel_takes_what_the_engine_gives(monkeypatch):
@@ -262,6 +234,6 @@ def test_kernel_compiles(tmp_path, monkeypatch):
     """With the shapes of Qwen3.6-35B-A3B."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = dict.fromkeys(("q", "k", "v", "beta", "out"), "*bf16") | dict.fromkeys(("g", "state", "states"), "*fp32")
-    types |= {"lengths": "*i64", "scale": "fp32", "eps": "fp32"}
-    shape = dict(T=4, HK=16, HV=32, DK=128, DV=128, RAGGED=True, ROWS=128, COLUMNS=room.COLUMNS)
+    types |= {"scale": "fp32", "eps": "fp32"}
+    shape = dict(T=4, HK=16, HV=32, DK=128, DV=128, ROWS=128, COLUMNS=room.COLUMNS)
     assert compile_for_a_gpu(room._steps, types, shape).asm["cubin"]

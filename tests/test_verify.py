@@ -55,11 +55,20 @@ def repeat(n, *tensors):
 
 
 def random_case(seed, n, k, vocab, scale=2.0):
-    """Logits, drafts that often stand, uniforms and lengths."""
+    """Logits, drafts that often stand, and uniforms."""
     g = noise(seed)
     logits = torch.randn(n, k + 1, vocab, generator=g) * scale
     drafts = torch.multinomial((logits[:, :-1] * 1.5).softmax(-1).reshape(-1, vocab), 1, generator=g).view(n, k)
-    return logits, drafts, torch.rand(n, k + 1, generator=g), torch.randint(0, k + 1, (n,), generator=g)
+    return logits, drafts, torch.rand(n, k + 1, generator=g)
+
+
+def ragged(drafts, vocab):
+    """Rows with 0, 1, .. k drafts in turn, an id outside the vocabulary behind them, and how many each row has."""
+    n, k = drafts.shape
+    row, none = torch.arange(n), torch.tensor([-1, vocab, -9, 1 << 40])
+    counts = row % (k + 1)
+    missing = none[row // (k + 1) % len(none), None]
+    return torch.where(torch.arange(k) == counts[:, None], missing, drafts), counts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,12 +153,12 @@ def test_twenty_thousand_draws(kind, drawn):  # FAULTS 44
 
 @each_kind
 def test_without_drafts_it_is_plain_sampling_bit_for_bit(kind):  # FAULTS 45
-    logits, drafts, u, _ = random_case(10, 200, 2, 300)
+    logits, drafts, u = random_case(10, 200, 2, 300)
     token, logp = sample(logits[:, 0], u[:, 0], **kind)
     for got in (
         verify(logits[:, :1], drafts[:, :0], u[:, :1], **kind),
-        verify(logits, drafts, u, lengths=torch.zeros(200).long(), **kind),
         verify(logits, torch.full_like(drafts, -1), u, **kind),
+        verify(logits, torch.full_like(drafts, 300), u, **kind),
     ):
         assert (got[0] == 0).all() and torch.equal(got[1][:, 0], token) and torch.equal(got[2][:, 0], logp)
         assert (got[1][:, 1:] == -1).all() and (got[2][:, 1:] == 0).all()
@@ -162,7 +171,7 @@ def test_without_drafts_it_is_plain_sampling_bit_for_bit(kind):  # FAULTS 45
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 def test_greedy_stands_as_far_as_the_argmax(k):  # FAULTS 44
     """Half of the drafts are right, and those that are not are the second best: the nearest one can be and be wrong."""
-    logits, _, u, _ = random_case(11, 300, k, 50)
+    logits, _, u = random_case(11, 300, k, 50)
     best, logp = argmax(logits)
     second = logits.topk(2).indices[..., 1]
     right = torch.rand(300, k, generator=noise(12)) < 0.5
@@ -182,17 +191,17 @@ def test_greedy_stands_as_far_as_the_argmax(k):  # FAULTS 44
 
 
 @each_kind
-def test_ragged_lengths(kind):
-    """A row with fewer real drafts is that row alone with fewer drafts, whatever stands behind them."""
-    logits, drafts, u, lengths = random_case(13, 60, 3, 20)
-    drafts = torch.where(torch.arange(3) < lengths[:, None], drafts, torch.randint(-5, 25, drafts.shape))
-    batch = verify(logits, drafts, u, lengths=lengths, **kind)
-    for i, length in enumerate(lengths.tolist()):
-        row = (x[i : i + 1] for x in (logits[:, : length + 1], drafts[:, :length], u[:, : length + 1]))
+def test_rows_with_fewer_drafts(kind):
+    """A row some of whose drafts are missing is that row alone with fewer drafts."""
+    logits, drafts, u = random_case(13, 60, 3, 20)
+    drafts, counts = ragged(drafts, 20)
+    batch = verify(logits, drafts, u, **kind)
+    for i, count in enumerate(counts.tolist()):
+        row = (x[i : i + 1] for x in (logits[:, : count + 1], drafts[:, :count], u[:, : count + 1]))
         accepted, tokens, logps = verify(*row, **kind)
-        assert accepted[0] == batch[0][i] and torch.equal(tokens[0], batch[1][i, : length + 1])
-        assert torch.allclose(logps[0], batch[2][i, : length + 1], atol=1e-6)
-        assert (batch[1][i, length + 1 :] == -1).all()
+        assert accepted[0] == batch[0][i] and torch.equal(tokens[0], batch[1][i, : count + 1])
+        assert torch.allclose(logps[0], batch[2][i, : count + 1], atol=1e-6)
+        assert (batch[1][i, count + 1 :] == -1).all()
 
 
 def test_strictly_less():  # FAULTS 46
@@ -229,7 +238,7 @@ def test_a_draft_that_q_rules_out_counts_as_none():  # FAULTS 46
 
 def test_p_equal_to_q():
     """Every draft stands. Where rounding rejects one all the same, nothing is left of p - q, and the token is p's."""
-    logits, drafts, u, _ = random_case(14, 500, 2, 30)
+    logits, drafts, u = random_case(14, 500, 2, 30)
     logits[..., -1] = -torch.inf
     drafts = drafts.clamp(max=28)
     q = logits[:, :-1].softmax(-1)
@@ -264,7 +273,7 @@ def test_rows_without_a_distribution_end_there(kind):  # FAULTS 46
 
 @pytest.mark.parametrize("kind", [*KINDS, dict(greedy=True)], ids=str)
 def test_padded_ids_do_not_exist(kind):  # FAULTS 47
-    logits, drafts, u, _ = random_case(15, 300, 2, 20)
+    logits, drafts, u = random_case(15, 300, 2, 20)
     padded = torch.cat([logits, torch.full((300, 3, 4), 50.0)], -1)
     want, got = verify(logits, drafts, u, **kind), verify(padded, drafts, u, valid_vocab=20, **kind)
     assert all(torch.equal(a, b) for a, b in zip(want, got))
@@ -272,7 +281,7 @@ def test_padded_ids_do_not_exist(kind):  # FAULTS 47
 
 
 def test_bf16_logits_are_read_in_fp32():
-    logits, drafts, u, _ = random_case(16, 100, 2, 40)
+    logits, drafts, u = random_case(16, 100, 2, 40)
     half = logits.bfloat16()
     for kind in (*KINDS, dict(greedy=True)):
         for a, b in zip(verify(half, drafts, u, **kind), verify(half.float(), drafts, u, **kind)):
@@ -281,23 +290,23 @@ def test_bf16_logits_are_read_in_fp32():
 
 @pytest.mark.parametrize("kind", [*KINDS, dict(greedy=True)], ids=str)
 def test_inputs_and_global_randomness_stay_as_they_were(kind):  # FAULTS 48
-    case = random_case(17, 20, 3, 30)
-    q = case[0][:, :-1].softmax(-1)
+    logits, drafts, u = random_case(17, 20, 3, 30)
+    case, q = (logits, ragged(drafts, 30)[0], u), logits[:, :-1].softmax(-1)
     before, state = [x.clone() for x in (*case, q)], torch.get_rng_state()
-    once, again = (verify(*case[:3], lengths=case[3], draft_probs=q, **kind) for _ in range(2))
+    once, again = (verify(*case, draft_probs=q, **kind) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(before, (*case, q)))
     assert all(torch.equal(a, b) for a, b in zip(once, again)) and torch.equal(state, torch.get_rng_state())
 
 
 def test_an_empty_batch():
-    logits, drafts, u, _ = random_case(18, 0, 2, 8)
+    logits, drafts, u = random_case(18, 0, 2, 8)
     for kind in (*KINDS, dict(greedy=True)):
         accepted, tokens, logps = verify(logits, drafts, u, **kind)
         assert accepted.shape == (0,) and tokens.shape == logps.shape == (0, 3)
 
 
 def test_bad_values_are_refused():
-    logits, drafts, u, _ = random_case(18, 2, 1, 8)
+    logits, drafts, u = random_case(18, 2, 1, 8)
     for kind in (dict(temperature=0.0), dict(top_p=0.0), dict(top_p=1.1), dict(top_k=-1), dict(valid_vocab=9),
                  dict(valid_vocab=0), dict(backend="cuda"), dict(backend="triton", top_k=3),
                  dict(backend="triton", top_p=0.5), dict(backend="triton", draft_probs=logits[:, :1])):  # fmt: skip
@@ -336,21 +345,18 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(room, "BLOCK", 32)
 
 
-@pytest.mark.parametrize(
-    "kind", [dict(), dict(temperature=0.7), dict(greedy=True), dict(valid_vocab=41), dict(temperature=1.4, ragged=True)]
-)
+@pytest.mark.parametrize("kind", [dict(), dict(temperature=0.7), dict(greedy=True), dict(valid_vocab=41)])
 def kernel_agrees_token_for_token(kind, small_blocks):  # FAULTS 47: 50 and 41 ids, blocks of 32
     n = CASES // 5
-    logits, drafts, u, lengths = random_case(20, n, 1, 50)
-    lengths = dict(lengths=lengths) if kind.pop("ragged", False) else {}
-    accepted, _, _ = same(logits, drafts, u, **lengths, **kind)
+    logits, drafts, u = random_case(20, n, 1, 50)
+    accepted, _, _ = same(logits, drafts, u, **kind)
     assert 0.05 < accepted.double().mean() < 0.95
 
 
 def kernel_walks_over_many_drafts_and_blocks(small_blocks):
-    logits, drafts, u, lengths = random_case(21, 6, 3, 130, scale=4.0)
+    logits, drafts, u = random_case(21, 6, 3, 130, scale=4.0)
     for dtype in (torch.float32, torch.bfloat16):
-        accepted, _, _ = same(logits.to(dtype), drafts, u, lengths=lengths, temperature=0.9)
+        accepted, _, _ = same(logits.to(dtype), drafts, u, temperature=0.9)
         assert len(set(accepted.tolist())) >= 3
     padded = torch.cat([logits, torch.full((6, 4, 62), 50.0)], -1)  # two whole blocks of padding
     assert same(padded, drafts, u, valid_vocab=130)[1].max() < 130
@@ -359,6 +365,15 @@ def kernel_walks_over_many_drafts_and_blocks(small_blocks):
     same(logits.transpose(1, 2).contiguous().transpose(1, 2), drafts, u)  # ids far apart
     same(logits[:, :1], drafts[:, :0], u[:, :1])
     same(logits[:0], drafts[:0], u[:0])
+
+
+@pytest.mark.parametrize("kind", [dict(temperature=1.4), dict(greedy=True)])
+def kernel_knows_rows_with_fewer_drafts(kind, small_blocks):
+    """All that are there stand, for u is 0 and each is the likeliest: how many there are decides alone."""
+    logits, _, u = random_case(25, 12, 2, 50)
+    drafts, counts = ragged(logits[:, :-1].argmax(-1), 50)
+    assert torch.equal(same(logits, drafts, u * 0, **kind)[0], counts)
+    same(logits, drafts, u, **kind)
 
 
 def kernel_takes_the_first_of_equal_logits(small_blocks):
@@ -401,13 +416,21 @@ def kernel_integrates_to_p():
 
 
 def kernel_reads_rows_beyond_two_billion_elements(tmp_path):  # FAULTS 47
-    """A sparse file stands in for memory. The stride fits into 32 bits; twice the stride, where row 2 begins, not."""
+    """The stride fits into 32 bits; twice the stride, where the third sequence or position begins, does not."""
     stride, vocab = 2**30 + 32, 40
-    flat = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2 * stride + vocab, dtype=torch.bfloat16)
-    logits = flat.as_strided((3, 1, vocab), (stride, vocab, 1))
-    logits[2, 0, 7] = 20.0
-    _, tokens, _ = verify(logits, torch.zeros(3, 0).long(), torch.full((3, 1), 0.5), backend="triton")
-    assert tokens.tolist() == [[20], [20], [7]]
+    size, options = 2 * stride + vocab, dict(dtype=torch.bfloat16)
+    if DEVICE == "cpu":  # a sparse file stands in for memory
+        flat = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, **options)
+    else:
+        flat = torch.zeros(size, device=DEVICE, **options)
+    flat[2 * stride + 7] = 20.0
+    u = torch.tensor([[0.5], [0.5], [0.5]], device=DEVICE)
+    sequences = flat.as_strided((3, 1, vocab), (stride, vocab, 1))
+    drafts = torch.zeros(3, 0, dtype=torch.int64, device=DEVICE)
+    assert verify(sequences, drafts, u, backend="triton")[1].tolist() == [[20], [20], [7]]
+    positions, u = sequences.transpose(0, 1), torch.tensor([[0.0, 0.0, 0.5]], device=DEVICE)
+    drafts = torch.tensor([[3, 4]], device=DEVICE)
+    assert verify(positions, drafts, u, backend="triton")[1].tolist() == [[3, 4, 7]]
 
 
 def kernel_reads_a_whole_vocabulary():
@@ -463,8 +486,8 @@ def compile_for_a_gpu(kernel, types, constants):
 @pytest.mark.parametrize("greedy", [False, True])
 def test_kernels_compile(greedy, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = dict.fromkeys(("drafts", "lengths", "tokens", "accepted_out"), "*i64") | {"logits": "*bf16"}
+    types = dict.fromkeys(("drafts", "tokens", "accepted_out"), "*i64") | {"logits": "*bf16"}
     types |= dict.fromkeys(("uniforms", "tops", "rests", "logps"), "*fp32") | {"firsts": "*i32", "temperature": "fp32"}
-    flags = dict(K=3, GREEDY=greedy, TEMPERED=not greedy, RAGGED=True, BLOCK=4096)
+    flags = dict(K=3, GREEDY=greedy, TEMPERED=not greedy, BLOCK=4096)
     assert compile_for_a_gpu(room._partials, types, flags).asm["cubin"]
     assert compile_for_a_gpu(room._decide, types, flags | {"BLOCKS": 64}).asm["cubin"]
