@@ -24,7 +24,6 @@ PyTorch itself is imported inside the functions that need it: a command that tou
 """
 
 import argparse
-import atexit
 import dataclasses
 import difflib
 import errno
@@ -37,6 +36,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import traceback
 import types
 import typing
 import zlib
@@ -59,7 +59,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # which this overrules
 
 T = TypeVar("T")
 KEEP = 2  # checkpoints kept: the newest, and one to go back to should a disk have spoiled it
-FREE_ON_RESUME = {"out", "resume", "save_every", "device"}  # may change; anything else makes another run
+# may change, for what a machine can hold; anything else makes another run
+FREE_ON_RESUME = {"out", "resume", "save_every", "device", "micro", "slots", "shard", "recompute"}
 # what of the disk is the user's to mend, not ours
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
@@ -74,31 +75,34 @@ def cli(main: Callable[[list[str]], int | None]) -> None:
     """Run `main(argv)` and exit with what it returns; one line and 2 for bad input or a full disk, 130 for ^C."""
     name = Path(sys.argv[0]).name
     try:
-        leave(main(sys.argv[1:]))
+        leave(main(sys.argv[1:]) or 0)
     except BrokenPipeError:  # `python harness.py show | head`; what is still buffered has no reader either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        leave(128 + signal.SIGPIPE)
     except KeyboardInterrupt as error:
         print(f"{name}: interrupted", file=sys.stderr)
-        sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
-    except (BadInput, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in DISK:
-            raise
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        leave(128 + (error.args[0] if error.args else signal.SIGINT))
+    except Exception as error:
+        if isinstance(error, BadInput) or isinstance(error, OSError) and error.errno in DISK:
+            print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+            leave(2)
+        traceback.print_exc()
+        leave(1)
 
 
-def leave(status: int | None) -> None:
-    """Exit; a rank of a process group without the interpreter's own end.
+def leave(status: int) -> None:
+    """Exit; a rank of a process group at once, without the interpreter's own end.
 
-    A thread of gloo that drops its last tensor during that end is stopped inside C++, which aborts a rank whose work is
-    done. destroy_process_group does not join those threads after fully_shard, whose caches keep the group.
+    To destroy a group in whose collectives others wait would wait for them, so a rank that fails leaves it as it is,
+    and torchrun ends the others. And a thread of gloo that drops its last tensor during the interpreter's end would be
+    stopped inside C++, which aborts a rank whose work is done (after fully_shard nothing joins these threads).
     """
     torch = sys.modules.get("torch")
     if torch and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        if status == 0:
+            torch.distributed.destroy_process_group()
         sys.stdout.flush(), sys.stderr.flush()
-        os._exit(status or 0)
+        os._exit(status)
     sys.exit(status)
 
 
@@ -324,10 +328,11 @@ class Dist:
 ALONE = Dist()
 
 
-def dist(device: str | None = None) -> Dist:
+def dist(device: str | None = None, group: bool = False) -> Dist:
     """Join the process group that torchrun describes in the environment (NCCL on GPUs, else gloo), or stay alone.
 
-    `device` is "cpu" or "cuda"; None takes this rank's GPU if there are any. The group ends with the program.
+    `device` is "cpu" or "cuda"; None takes this rank's GPU if there are any. group: one for a single process too, which
+    what is sharded needs. It ends with the program (`leave`).
     """
     import torch
 
@@ -337,10 +342,10 @@ def dist(device: str | None = None) -> Dist:
         if local >= torch.cuda.device_count():
             raise BadInput(f"process {local} has no GPU: {torch.cuda.device_count()} are visible; or use --device cpu")
         torch.cuda.set_device(local)
-    if world > 1 and not torch.distributed.is_initialized():  # the stages of hat.py share one
+    if (world > 1 or group) and not torch.distributed.is_initialized():  # the stages of hat.py share one
         patience = timedelta(days=1)  # one rank may wait for another's teacher; torchrun ends all when one fails
-        torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=patience)
-        atexit.register(torch.distributed.destroy_process_group)
+        alone = dict(store=torch.distributed.HashStore(), rank=0, world_size=1) if world == 1 else {}
+        torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=patience, **alone)
     return Dist(rank, world, torch.device(f"cuda:{local}" if kind == "cuda" else kind), torch.distributed)
 
 
@@ -526,7 +531,8 @@ def load_checkpoint(run_dir: str | Path, ranks: Dist = ALONE) -> tuple[int, Path
     for name in files if ranks.rank == 0 else ():  # one rank reads all of it; the others could say nothing else
         if not (path / name).is_file() or fingerprint(path / name) != files[name]:
             raise BadInput(f"{path / name}: missing or damaged; remove {path} to go on from the one before it")
-    return step_of(path), path / "model", torch.load(path / "state.pt", "cpu", weights_only=True)
+    # mapped: each rank would hold an optimizer of its own beside that in use
+    return step_of(path), path / "model", torch.load(path / "state.pt", "cpu", weights_only=True, mmap=True)
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:

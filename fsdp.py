@@ -1,9 +1,12 @@
 """FSDP2: weights, gradients and optimizer state of a policy, each process holding its share of every tensor.
 
-    shard(policy)                            once, on every rank: fully_shard of each decoder layer, and of what is left
+    shard(policy, device, bfloat16)          once, on every rank: fully_shard of each decoder layer, and of what is left
     policy(token_logps, ids, mask)           a forward gathers a layer, runs it, lets it go; so does the backward
     with whole(policy): engine.run(...)      rollouts: all weights on every rank until the block ends
     weights(policy), optimizer_state(...)    the whole model and optimizer, for a checkpoint of any world size
+
+Weights and optimizer stay in float32. With a dtype beside, what a layer gathers and computes is of that type, rollouts
+too, and gradients are reduced in float32: FSDP2's mixed precision, which one process may use as well.
 
 A forward or backward is a joint act of all ranks: each must run as many of them as the others, an idle rank one that
 counts nothing. Inside `whole` there is nothing to gather, so each rank rolls out at its own pace; what it costs is one
@@ -12,7 +15,7 @@ engine.
 
 torch's own fully_shard, and not accelerate's preparation of it: that one leaves a CPU's model unsharded without a word,
 so nothing of it could be tested on gloo. The gradients of unsharded training are summed in model.optimizer_step.
-Left out: mixed precision, offloading to the CPU, tensor parallelism.
+Left out: offloading to the CPU, tensor parallelism.
 """
 
 from collections.abc import Iterator
@@ -27,9 +30,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from model import Policy
+from model import Policy, layers_of
 
 
 class Root(nn.Module):
@@ -44,19 +48,22 @@ class Root(nn.Module):
         return function(self.model, *args, **kwargs)
 
 
-def shard(policy: Policy) -> None:
-    """Leave this rank its share of each weight, in place. Before the optimizer is made: it must see the shares."""
+def shard(policy: Policy, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Leave this rank its share of each weight on `device`, in place; the policy may stand on the CPU before.
+
+    dtype: of the forward and backward, None = that of the weights; an MTP head, which is not sharded, is rounded to it.
+    To be called before the optimizer is made, which must see the shares.
+    """
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)}
     for layer in layers_of(policy.model):
-        fully_shard(layer)
-    policy.root = fully_shard(
-        Root(policy.model), reshard_after_forward=False
-    )  # the head comes last: no use to let it go
+        fully_shard(layer, **how)
+    # the head comes last: no use to let it go
+    policy.root = fully_shard(Root(policy.model), reshard_after_forward=False, **how)
+    if policy.mtp:
+        policy.mtp.to(device, dtype)
     policy.root(lambda model: None)  # a first forward makes it the root; the engine would begin with a layer
     policy.root.reshard()  # an optimizer must be given the shares
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in model._no_split_modules]
 
 
 @contextmanager

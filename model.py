@@ -353,14 +353,15 @@ def pad_batch(ids, *columns, bucket=BUCKET, device="cpu"):
 def shared_prefix(model, rows, bucket=32) -> int:
     """Leading tokens that all rows (lists of ids) have in common, rounded down; 0 where sharing them would not pay.
 
-    Less than the shortest row. A recurrent layer, or a sliding window, has no keys and values to share.
+    Less than the shortest row. A recurrent layer, or a sliding window, has no keys and values to share; and where the
+    prompt is a small part of a row, its mask costs more than what is saved.
     """
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
     if len(rows) < 2 or {*kinds} != {"full_attention"}:
         return 0
     low, high = min(rows), max(rows)  # what these two have in common, all between them have
     same = next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), min(len(low), len(high)))
-    return max(0, same - 1) // bucket * bucket
+    return max(0, same - 1) // bucket * bucket if 4 * same >= max(map(len, rows)) else 0
 
 
 def hidden_states(model, ids, shared=0):
@@ -375,8 +376,33 @@ def hidden_states(model, ids, shared=0):
     given = {cache_name(base): cache}
     first = base(input_ids=ids[:1, :shared], **given).last_hidden_state  # (1, S, H)
     cache.batch_repeat_interleave(len(ids))
-    rest = base(input_ids=ids[:, shared:], **given).last_hidden_state  # (B, T - S, H)
+    # what the library would make of it is a mask of floats for each row and layer
+    mask = torch.ones(ids.shape[1] - shared, ids.shape[1], dtype=torch.bool, device=ids.device).tril(shared)[None, None]
+    rest = base(input_ids=ids[:, shared:], attention_mask=mask, **given).last_hidden_state  # (B, T - S, H)
     return torch.cat([first.expand(len(ids), -1, -1), rest], dim=1)
+
+
+def layers_of(model) -> list[nn.Module]:
+    """The decoder layers, sharded or not."""
+    return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in model._no_split_modules]
+
+
+def recompute(model) -> None:
+    """From now on a backward computes each layer again from its input: memory for one layer's activations, not for all.
+
+    For the price of another forward. The library's own switch asks for a model in training mode. A cache would be
+    written twice, so that no prompt can be shared.
+    """
+    for layer in layers_of(model):
+        layer.forward = partial(_again, layer.forward)
+
+
+def _again(forward, *args, **kwargs):
+    return (
+        checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if torch.is_grad_enabled()
+        else forward(*args, **kwargs)
+    )
 
 
 def token_logps(model, ids, mask, temperature=1.0, entropy=False, hidden=None):

@@ -17,6 +17,7 @@ steps. objective.py has the equations, each with its variants; this file makes t
     python rl.py --normalise grpo --no-segments --ratio plain --floor 1 --think-penalty 0     # plain GRPO
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     torchrun --nproc_per_node=8 rl.py --shard --groups 16  # and so are weights and optimizer (fsdp.py)
+    torchrun --nproc_per_node=8 rl.py --config qwen36 --model Qwen/Qwen3.6-35B-A3B    # a real model, see its preset
     python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
 
 Expect under small: the score of 200 unseen requests rises from 87 to 89, and its reasoning gets shorter by half. The
@@ -61,7 +62,7 @@ from augment import augment
 from sim import NO_FAULTS, Faults, Task, World, check_harness, make_task
 from facts import REWARDS
 from samples import Dimension, another_state
-from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, set_rate
+from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, recompute, set_rate
 from model import shared_prefix, token_logps
 from fsdp import load_optimizer_state, optimizer_state, shard, weights, whole
 from mtp import Learner
@@ -128,7 +129,9 @@ class Config:
     mtp_lr: float = option(1e-3, "AdamW learning rate of the head", min=0)
     mtp_depth: int = option(3, "drafts in a row that it learns", min=1, max=3)
     mtp_targets: Literal["soft", "hard"] = option("soft", "it learns the policy's distributions, or the sampled tokens")
-    shard: bool = option(False, "torchrun: each process holds its share of weights and optimizer (FSDP2)")
+    shard: bool = option(False, "each process holds its share of weights and optimizer (FSDP2)")
+    precision: Literal["float32", "bfloat16"] = option("float32", "with --shard: of forward, backward and rollouts")
+    recompute: bool = option(False, "backward computes each layer again: much less memory, a third more time")
     grad_clip: float = option(1.0, "largest gradient norm, over all ranks; 0 = no clip", min=0)
     ratio: Literal["token", "sequence", "plain"] = option("token", "GSPO in token form, in sequence form, or PPO's")
     clip_tool: tuple[float, float] = option((0.02, 0.03), "lo,hi of the tool segment", min=0)
@@ -259,7 +262,11 @@ def micro_batches(
     """
 
     def common_to(which: list[int]) -> int:
-        return 0 if cfg.shard else shared_prefix(policy.model, [trajectories[i].ids for i in which], LENGTHS)
+        return (
+            0
+            if cfg.shard or cfg.recompute
+            else shared_prefix(policy.model, [trajectories[i].ids for i in which], LENGTHS)
+        )
 
     groups = [[*members] for _, members in itertools.groupby(chosen, lambda i: i // cfg.group_size)]
     if not any(map(common_to, groups)):
@@ -368,9 +375,17 @@ def drafter_of(policy: Policy, cfg: Config) -> Learner | None:
     return Learner(policy, cfg.mtp_lr, **options) if cfg.mtp != "keep" else None
 
 
+def placed(path, cfg: Config, ranks: Dist) -> Policy:
+    """The policy at `path`; one that is to be sharded waits on the CPU, so that no GPU holds more than its share."""
+    policy = load(path, "cpu" if cfg.shard else ranks.device)
+    if cfg.recompute:
+        recompute(policy.model)
+    return policy
+
+
 def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Engine:
     """The engine over the policy at `path`; BadInput for what it cannot run, --context among it."""
-    policy, deadline_s = load(path, ranks.device), cfg.deadline_s or None
+    policy, deadline_s = placed(path, cfg, ranks), cfg.deadline_s or None
     if policy.mtp is None and (cfg.drafts or cfg.mtp != "keep"):
         raise BadInput(f"--drafts {cfg.drafts} --mtp {cfg.mtp}: {path} has no MTP head; mtp.py trains one for it")
     engine = Engine(policy, cfg.slots, cfg.context, cfg.temperature, deadline_s=deadline_s, drafts=cfg.drafts)
@@ -447,19 +462,21 @@ def check(cfg: Config, processes: int) -> None:
         raise BadInput(f"--groups must be a multiple of the {processes} processes, --eval-requests no less than them")
     if cfg.shard and cfg.mtp != "keep":
         raise BadInput("--shard and --mtp: a head is not trained on a sharded policy; train it afterwards with mtp.py")
+    if cfg.precision != "float32" and not cfg.shard:
+        raise BadInput(f"--precision {cfg.precision} is that of --shard, which one process may use as well")
     if cfg.think_full <= cfg.think_free:
         raise BadInput(f"--think-full {cfg.think_full} must be above --think-free {cfg.think_free}")
 
 
 def main(argv: list[str]):
     cfg = parse(Config, PRESETS, argv, __doc__)
-    ranks = dist(None if cfg.device == "auto" else cfg.device)
+    ranks = dist(None if cfg.device == "auto" else cfg.device, cfg.shard)
     check(cfg, ranks.world)
     world, unseen = World.load(cfg.world, "train"), World.load(cfg.world, "test")
     check_harness(harness := Harness.load(cfg.harness))
     # before Run, so that what is refused leaves no directory
     engine = None if cfg.resume else ready(cfg.model, cfg, unseen, harness, ranks)
-    reference = load(cfg.model, ranks.device) if cfg.kl else None
+    reference = placed(cfg.model, cfg, ranks) if cfg.kl else None
     rewrite = Endpoint(cfg.rewriter, cfg.llm) if cfg.rewriter else None
     jobs = partial(training_jobs, cfg, world, harness, rewrite=rewrite)
 
@@ -470,13 +487,13 @@ def main(argv: list[str]):
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     engine = engine or ready(saved[1] if saved else cfg.model, cfg, unseen, harness, ranks)
     policy, before, after = engine.policy, {}, {}
-    for each in (policy, reference) if cfg.shard and ranks.world > 1 else ():
+    for each in (policy, reference) if cfg.shard else ():
         if each:
-            shard(each)
+            shard(each, ranks.device, None if cfg.precision == "float32" else getattr(torch, cfg.precision))
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     actors = Actors(policy, optimizer, reference, drafter := drafter_of(policy, cfg))
     if saved:
-        load_optimizer_state(policy, optimizer, saved[2]["optimizer"])
+        load_optimizer_state(policy, optimizer, saved[2].pop("optimizer"))
         if drafter:
             drafter.optimizer.load_state_dict(saved[2]["drafter"])
         before, after = saved[2]["before"], saved[2]["after"]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -254,6 +255,10 @@ def test_resume_needs_a_run_of_the_same_config(tmp_path):
     with pytest.raises(BadInput, match="steps was 30 and is now 99"):
         Run(*longer)
     assert Run(*longer, free=("steps",)).start == 0  # killed before its first save
+    common.write_json(tmp_path / "b" / "config.json", {"micro": 16, "slots": 96, "shard": False, "seed": 0})
+    for change, fits in (({"micro": 4, "slots": 8, "shard": True}, True), ({"micro": 4, "seed": 1}, False)):
+        with nullcontext() if fits else pytest.raises(BadInput, match="seed was 0 and is now 1"):
+            common.same_settings(tmp_path / "b", change)  # for a machine that could not hold more
 
 
 def test_resume_needs_the_same_inputs_too(tmp_path):

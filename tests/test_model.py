@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import model as module
 from common import BadInput
-from model import create, hidden_states, load, pad_batch, shared_prefix, token_logps
+from model import create, hidden_states, layers_of, load, pad_batch, recompute, shared_prefix, token_logps
 
 
 def toy_tokenizer(template=None):
@@ -107,6 +107,8 @@ def test_logps_do_not_depend_on_padding_or_on_the_batch(policy):
         ([[1, 2, 3], [4, 2, 3]], 0),
         ([[9, 2, 3, 4], [9, 2], [9, 2, 3, 5]], 0),
         ([[1, 2, 3, 4]], 0),  # nothing to share it with
+        ([[1, 2, 3, *range(9)], [1, 2, 3, 9]], 2),
+        ([[1, 2, 3, *range(10)], [1, 2, 3, 9]], 0),  # too little of the longest to be worth a mask
     ],
 )
 def test_a_shared_prefix(policy, rows, shared):
@@ -131,6 +133,23 @@ def test_a_prefix_that_is_read_once_changes_nothing(policy, shared):
         found.append([hidden.detach(), logps.detach(), *(p.grad.clone() for p in policy.model.parameters())])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["dense", "hybrid"])
+def test_layers_that_are_computed_again_give_the_same_gradient(family, dense_dir, qwen36_dir):
+    found, calls, (ids, mask, _) = [], [], batch()
+    ids, mask = pad_batch([[x % 200 for x in row] for row in ids], mask, bucket=8)
+    for again in (False, True):
+        model = load(dense_dir if family == "dense" else qwen36_dir).model
+        layers_of(model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        if again:
+            recompute(model)
+        logps = token_logps(model, ids, mask)
+        logps.sum().backward()
+        assert len(calls) == 1 + 2 * again
+        found.append([logps.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_what_stands_in_the_padding_does_not_matter(policy):

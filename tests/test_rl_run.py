@@ -22,13 +22,14 @@ import common
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import eval as evaluation
 import rl
 from chat import REPLY, TOOL, Sample, Turn
 from model import MTP
 from mtp import read_rollouts
-from oracle import teach
+from test_chat import teach
 
 SEEDED = (
     "score",
@@ -479,13 +480,13 @@ def moments(out, step):
     return {name: each["exp_avg"] for name, each in state.items()}
 
 
-@pytest.mark.parametrize("how", [[], ["--truncate", "2", "--kl", "0.1", "--shard"]])
+@pytest.mark.parametrize("how", [[], ["--truncate", "2", "--kl", "0.1", "--recompute", "--shard"]])
 def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
     """FAULTS 16: rollouts sharded by group, one vote count, gradients summed before the clip; then one process goes on,
     and two with what one has begun.
 
-    Weights and optimizer sharded as well, with every extra forward that the options know; these change little in a run
-    of exact log-probs that starts at its reference.
+    Weights and optimizer sharded as well, layers computed again, with every extra forward that the options know; these
+    change little in a run of exact log-probs that starts at its reference. The single process does without either.
     """
     words, alone = [*flags, *how, "--out", str(out := tmp_path / "run")], tmp_path / "alone"
     output, _ = (process := start(*words, "--steps", "2", launcher=TWO)).communicate()
@@ -496,14 +497,14 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
     assert len(kept) == 4 and len({sum(t["mask"]) for t in kept}) > 1  # of both ranks, ragged
     with pytest.MonkeyPatch.context() as patch:
         babble(patch)
-        rl.main([*flags, *how[:-1], "--out", str(alone), "--steps", "2"])
+        rl.main([*flags, *how[:-2], "--out", str(alone), "--steps", "2"])
         ours, theirs = moments(out, 2), moments(alone, 2)
         assert ours.keys() == theirs.keys() and max(m.abs().max() for m in ours.values()) > 1e-3
         for name in ours:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-5)
-        rl.main([*words, "--steps", "4", "--resume"])
+        rl.main([*flags, *how[:-2], "--out", str(out), "--steps", "4", "--resume"])
         if how:
-            rl.main([*flags, *how[:-1], "--out", str(alone), "--steps", "5", "--resume"])
+            rl.main([*flags, *how[:-2], "--out", str(alone), "--steps", "5", "--resume"])
     assert len(rows(out)) == 5
     more = [*words, "--steps", "5"] if how else [*flags, "--out", str(alone), "--steps", "4"]
     resumed = start(*more, "--resume", launcher=TWO)
@@ -511,6 +512,19 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
     wanted = seeded(alone if how else whole)[-1]
     for last in [seeded(out)[-1]] if how else [seeded(out)[-1], seeded(alone)[-1]]:
         assert {k: last[k] for k in wanted} == pytest.approx(wanted, rel=2e-2, abs=2e-2)
+
+
+def test_half_precision(flags, headed_dir, whole, tmp_path):
+    """One process, sharded by itself, in bf16: trainer and engine disagree by roundings, the weights stay in fp32."""
+    words = [*flags, "--model", str(headed_dir), "--shard", "--precision", "bfloat16", "--drafts", "1", "--steps", "2"]
+    output, _ = (process := start(*words, "--out", str(out := tmp_path / "run"))).communicate()
+    assert process.returncode == 0, output
+    first, last = rows(out)[1], rows(out)[-1]
+    assert 1e-6 < first["first_ratio_off"] < 0.05 and last["updates"] == 2
+    new, old = (load_file(path / "model.safetensors") for path in (out / "model", headed_dir))
+    moved = [name for name in new if not torch.equal(new[name], old[name])]
+    assert len(moved) > 20 and all(x.dtype == torch.float32 for x in new.values())
+    assert any((x != x.bfloat16().float()).any() for x in new.values())
 
 
 def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):
@@ -530,6 +544,7 @@ def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):
         (["--context", "5000"], "context 5000 is beyond"),
         (["--groups", "0"], "--groups"),
         (["--shard", "--mtp", "train"], "a head is not trained on a sharded policy"),
+        (["--precision", "bfloat16"], "--precision bfloat16 is that of --shard"),
         (["--mtp", "train"], "has no MTP head; mtp.py trains one for it"),
         (["--drafts", "2"], "--drafts 2 --mtp keep: .*model has no MTP head"),
         (["--drafts", "-1"], "--drafts: -1 is not within"),
