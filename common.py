@@ -2,7 +2,7 @@
 
     config = defaults < preset < flags               one dataclass per script
     seed   = H(run seed, task, index, ...)           no global random state: nothing depends on the order of a batch
-    resume : N steps == k steps, kill, N - k steps   bit for bit, the kill at any moment
+    resume : N steps == k steps, kill, N - k steps   on a CPU bit for bit, the kill at any moment
 
 A training script reads
 
@@ -266,6 +266,13 @@ def model_digest(path: str | Path) -> str:
     """`digest` of the weights in a model directory; where there are none, as of a model of a hub, the name itself."""
     weights = sorted(Path(path).glob("*.safetensors"))
     return digest(*weights) if weights else str(path)
+
+
+def gpu_peak_mb() -> float | None:
+    """Most memory that tensors of this process have held on its GPU so far, in MB; None without one."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() / (1 << 20) if torch.cuda.is_available() else None
 
 
 def peak_mb() -> float:

@@ -73,7 +73,11 @@ class Config:
     reply_tokens: int = option(160, "most tokens of an answer of T4; IFEval's own prompts want 1280", min=1)
 
 
-PRESETS = {"tiny": dict(manifest="data/sets/tiny.json", reply_tokens=16), "small": dict()}
+PRESETS = {
+    "tiny": dict(manifest="data/sets/tiny.json", reply_tokens=16),
+    "small": dict(),
+    "qwen3": dict(model="Qwen/Qwen3-1.7B", context=8192, slots=64, reply_tokens=1280),  # a real model; not run by us
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # rollouts

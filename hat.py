@@ -75,7 +75,7 @@ class Config:
     eval: str = option("", "more options of eval.py")
 
 
-PRESETS = {"tiny": {}, "small": {}}
+PRESETS = {"tiny": {}, "small": {}, "qwen3": dict(model="Qwen/Qwen3-1.7B")}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the plan
@@ -92,7 +92,7 @@ class Step:
 
 BASE = "base"
 HSA, FIXED = ("--harness-mode", "hsa"), ("--harness-mode", "fixed")
-# of RL after SFT: at the rate and the ramp that suit a base it loses what SFT has taught (LOG.md)
+# of RL after SFT in the small world: at the rate and the ramp that suit its base it loses what SFT has taught (LOG.md)
 GENTLY = ("--lr", "1e-4", "--think-free", "32", "--think-full", "84")
 ROWS = {  # of the ablation table: label -> step
     "Base": BASE,
@@ -108,18 +108,19 @@ HAT = "+HSA-RL (HAT)"
 
 def plan(cfg: Config) -> dict[str, Step]:
     """Steps of one seed by name, in an order in which each comes after what it starts from."""
+    gently = () if cfg.config == "qwen3" else GENTLY
 
     def chain(end: str = "", *options: str) -> dict[str, Step]:
         return {
             f"hsa-sft{end}": Step("sft", BASE, (*HSA, *options)),
             f"hsa-opd{end}": Step("opd", f"hsa-sft{end}"),
-            f"hat{end}": Step("rl", f"hsa-opd{end}", (*HSA, *GENTLY, *options)),
+            f"hat{end}": Step("rl", f"hsa-opd{end}", (*HSA, *gently, *options)),
         }
 
     steps = chain()
     if cfg.ablate:
         steps |= {"fixed-sft": Step("sft", BASE, FIXED), "fixed-opd": Step("opd", "fixed-sft")}
-        steps |= {"fixed-rl": Step("rl", "hsa-opd", (*FIXED, *GENTLY))}
+        steps |= {"fixed-rl": Step("rl", "hsa-opd", (*FIXED, *gently))}
     for dimension in cfg.leave_out:
         steps |= chain(without(dimension), "--leave-out", dimension)
     return steps

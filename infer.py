@@ -21,7 +21,7 @@ After each step the head reads the model's own hidden states of the tokens that 
 guesses `drafts` tokens on, one by one. The next step reads them at once with the token before; those that are accepted
 are the context's, and one more token is always won. Without drafts all rows take the same way, one token at a time.
 
-Without a deadline a run is reproducible bit for bit; in another batch, or with a deadline, up to float rounding.
+Without a deadline a run is reproducible, on a CPU bit for bit; in another batch, or with a deadline, up to rounding.
 `python bench/rollout.py` measures it: 3 to 6 times the tokens per second of `generate` on the whole history;
 `python bench/speculate.py` what the drafts add. Whole requests of an evaluation set, as they are served (replay.py):
 

@@ -23,7 +23,7 @@ older answers (each is trained on once, just after it was sampled).
     python opd.py --model runs/sft/model                            # small: two CPU cores, about two minutes
     python opd.py --model DIR --teacher DIR --prompts tulu.jsonl    # or .parquet; see conversation()
     torchrun --nproc_per_node=2 opd.py --model DIR                  # prompts are sharded over ranks; a GPU each, if any
-    python opd.py --model DIR --out runs/opd-small --resume         # continue after Ctrl-C or a crash, bit for bit
+    python opd.py --model DIR --out runs/opd-small --resume         # continue after a stop; on a CPU bit for bit
 
 Expect the KL to halve within ten steps. 0 from the start means that nothing was forgotten. The run leaves OUT/model (a
 Hugging Face directory) and kl.png. Each step has new answers, in the small world to new prompts too, so the curve is
@@ -55,7 +55,8 @@ from tqdm import tqdm
 
 from chat import Trajectory
 from data import general
-from model import Policy, hidden_states, in_chunks, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate
+from model import Policy, hidden_states, in_chunks, in_turn, learning_rate, load, optimizer_step, pad_batch
+from model import recompute, set_rate
 from infer import Engine
 from eval import answer, drive
 
@@ -102,12 +103,24 @@ class Config:
     lr_end: float = option(0.1, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
     grad_clip: float = option(1.0, "largest gradient norm, over all ranks; 0 = no clip", min=0)
+    recompute: bool = option(False, "backward computes each layer again: much less memory, a third more time")
     save_every: int = option(10, "steps between checkpoints", min=1)
 
 
 PRESETS = {
     "tiny": dict(batch=4, reply_tokens=12, steps=2, micro=2, slots=4, save_every=1),
     "small": dict(),
+    "qwen3": dict(  # a start for a real model on GPUs, with --prompts of a Tulu 3 file; not run by us
+        teacher="Qwen/Qwen3-1.7B",
+        teacher_dtype="bfloat16",
+        reply_tokens=1024,
+        context=4096,
+        steps=100,
+        micro=2,
+        lr=2e-6,
+        warmup=10,
+        recompute=True,
+    ),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,6 +388,8 @@ def update(
 def ready(path: str | Path, teacher: Policy, cfg: Config, ranks: Dist) -> Engine:
     """The engine over the student at `path`; BadInput for what it cannot run or cannot be taught by this teacher."""
     engine = Engine(load(path, ranks.device), cfg.slots, cfg.context, cfg.temperature)
+    if cfg.recompute:
+        recompute(engine.policy.model)
     compare(engine.policy, teacher)
     positions = teacher.model.config.get_text_config().max_position_embeddings
     if cfg.context > positions:

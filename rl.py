@@ -17,8 +17,8 @@ steps. objective.py has the equations, each with its variants; this file makes t
     python rl.py --normalise grpo --no-segments --ratio plain --floor 1 --think-penalty 0     # plain GRPO
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     torchrun --nproc_per_node=8 rl.py --shard --groups 16  # and so are weights and optimizer (fsdp.py)
-    torchrun --nproc_per_node=8 rl.py --config qwen36 --model Qwen/Qwen3.6-35B-A3B    # a real model, see its preset
-    python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash, bit for bit
+    torchrun --nproc_per_node=8 rl.py --config qwen3 --harness my-harness      # a real model on GPUs, see the preset
+    python rl.py --out runs/rl-small --resume              # continue after Ctrl-C or a crash; on a CPU bit for bit
 
 Expect under small: the score of 200 unseen requests rises from 87 to 89, and its reasoning gets shorter by half. The
 run ends with the same requests before and after, and leaves OUT/model (a Hugging Face directory), reward.png,
@@ -49,7 +49,7 @@ from typing import Literal
 
 from common import BadInput, Dist, Run, Stop, cli, digest, dist, model_digest, option, parse, settings
 from curves import draw
-from common import checkpoints, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
+from common import checkpoints, gpu_peak_mb, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
 
 import torch
 from torch import Tensor
@@ -152,6 +152,26 @@ SHOWN = 10  # rollouts at either end of a step that are written down with each c
 PRESETS = {
     "tiny": dict(groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
     "small": dict(),
+    "qwen3": dict(  # a start for a real model on GPUs, under a harness that lets it think; not run by us
+        model="Qwen/Qwen3-1.7B",
+        groups=16,
+        context=8192,
+        slots=64,
+        think_penalty=0.1,
+        think_free=100,
+        think_full=200,
+        steps=200,
+        minibatches=4,
+        micro=1,
+        lr=1e-6,
+        warmup=10,
+        lr_end=1.0,
+        shard=True,
+        precision="bfloat16",
+        recompute=True,
+        truncate=2.0,
+        eval_every=50,
+    ),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -453,6 +473,7 @@ def train_step(
     log |= {"lr": lr}
     log |= {"tokens_per_s": float(batch["tokens"].sum()) / rollout_s, "rollout_s": rollout_s}
     log |= {"update_s": time.perf_counter() - started - rollout_s, "peak_mb": peak_mb()}
+    log |= {"gpu_peak_mb": mb} if (mb := gpu_peak_mb()) else {}
     return log, written(trajectories, places, batch, cfg, ranks)
 
 

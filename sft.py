@@ -13,8 +13,9 @@ Left out: packing (samples of like length share a forward instead), a share of g
     python sft.py --endpoint http://localhost:8000/v1 --llm NAME      # a language model as teacher, not the oracle
     python sft.py --rewriter http://localhost:8000/v1 --llm NAME      # one that rewords the harnesses, too
     python sft.py --logs my.jsonl --harness my-harness     # dialogues of your own; samples.read_logs has the format
+    torchrun --nproc_per_node=8 sft.py --config qwen3      # a real model on GPUs, each with all of it; see the preset
     torchrun --nproc_per_node=2 sft.py                     # batches are sharded over ranks; a GPU each, if any
-    python sft.py --out runs/sft-small --resume            # continue after Ctrl-C or a crash, bit for bit
+    python sft.py --out runs/sft-small --resume            # continue after Ctrl-C or a crash; on a CPU bit for bit
 
 The run leaves OUT/model (a Hugging Face directory) and OUT/samples.jsonl, every sample as it was told, those that were
 left out among them (`python harness.py trace FILE`). An interrupted teacher goes on where it stopped.
@@ -40,7 +41,7 @@ from chat import Trajectory
 from harness import Harness
 from reword import Endpoint
 from samples import Options, Row, case_maker, make_samples, read_logs, replayed, sort_out, tell
-from model import Policy, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate, token_logps
+from model import Policy, in_turn, learning_rate, load, optimizer_step, pad_batch, recompute, set_rate, token_logps
 
 BUCKET = 64  # lengths are padded to multiples of this
 
@@ -69,6 +70,7 @@ class Config(Options):
     precision: Literal["float32", "bfloat16"] = option(
         "float32", "of matrix products; bfloat16 is faster where the processor has it"
     )
+    recompute: bool = option(False, "backward computes each layer again: much less memory, a third more time")
     eval_every: int = option(25, "steps between held-out losses; 0 = only at the end", min=0)
     save_every: int = option(50, "steps between checkpoints", min=1)
 
@@ -76,6 +78,17 @@ class Config(Options):
 PRESETS = {
     "tiny": dict(samples=6, held_out=2, epochs=1, batch=2, micro=1, eval_every=1, save_every=1),
     "small": dict(),
+    "qwen3": dict(  # a start for a real model on GPUs; not run by us
+        model="Qwen/Qwen3-1.7B",
+        samples=10_000,
+        context=8192,
+        batch=32,
+        micro=1,
+        lr=1e-5,
+        warmup=20,
+        precision="bfloat16",
+        recompute=True,
+    ),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,6 +155,8 @@ def update(policy: Policy, optimizer, rows: list[Row], cfg: Config, ranks: Dist)
 def ready(path: str | Path, cfg: Config, ranks: Dist) -> Policy:
     """The policy at `path`; BadInput if --context is too long for it."""
     policy = load(path, ranks.device)
+    if cfg.recompute:
+        recompute(policy.model)
     positions = policy.model.config.get_text_config().max_position_embeddings
     if cfg.context > positions:
         raise BadInput(f"--context {cfg.context} is beyond the {positions} positions of {path}")

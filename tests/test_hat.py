@@ -178,6 +178,18 @@ def test_an_interrupted_stage_goes_on_and_finished_ones_stay(tmp_path, calls):
     assert calls.seen == []
 
 
+def test_stages_take_the_options_of_a_real_model(model_dir, tmp_path):
+    """--config qwen3, but for its sizes, on a toy of that family. rl.py wants a process of its own: test_rl_run."""
+    cfg = hat.parse(hat.Config, hat.PRESETS, ["--config", "qwen3"])
+    hat.refuse(cfg, 8)
+    assert "--lr" not in hat.plan(cfg)["hat"].options
+    words = ["--config", "qwen3", "--device", "cpu", "--model", str(model_dir), "--batch", "2", "--context", "1536"]
+    hat.sft.main([*words, "--out", str(tmp_path / "sft"), "--samples", "2", "--held-out", "1"])
+    words += ["--teacher", str(model_dir), "--steps", "1", "--reply-tokens", "8"]
+    hat.opd.main([*words, "--out", str(tmp_path / "opd")])
+    assert all((tmp_path / stage / "model" / "config.json").exists() for stage in ("sft", "opd"))
+
+
 def test_a_finished_stage_of_other_options_is_no_row(tmp_path, calls):
     """An upgrade that changes a default must not put two methods into one table."""
     run(tmp_path)

@@ -515,12 +515,16 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
 
 
 def test_half_precision(flags, headed_dir, whole, tmp_path):
-    """One process, sharded by itself, in bf16: trainer and engine disagree by roundings, the weights stay in fp32."""
-    words = [*flags, "--model", str(headed_dir), "--shard", "--precision", "bfloat16", "--drafts", "1", "--steps", "2"]
+    """One process, sharded by itself, in bf16: trainer and engine disagree by roundings, the weights stay in fp32.
+
+    As the preset of a real model asks for, which truncates: the ratios are to the trainer's own log-probs.
+    """
+    sizes = "--groups 2 --group-size 2 --eval-requests 4 --slots 4 --context 1536 --steps 2 --lr 2e-4 --warmup 0"
+    words = [*flags, "--config", "qwen3", "--model", str(headed_dir), "--drafts", "1", *sizes.split()]
     output, _ = (process := start(*words, "--out", str(out := tmp_path / "run"))).communicate()
     assert process.returncode == 0, output
     first, last = rows(out)[1], rows(out)[-1]
-    assert 1e-6 < first["first_ratio_off"] < 0.05 and last["updates"] == 2
+    assert 1e-6 < first["engine_off"] < 0.05 and first["first_ratio_off"] < 1e-3 and last["updates"] > 0
     new, old = (load_file(path / "model.safetensors") for path in (out / "model", headed_dir))
     moved = [name for name in new if not torch.equal(new[name], old[name])]
     assert len(moved) > 20 and all(x.dtype == torch.float32 for x in new.values())
