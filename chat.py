@@ -204,7 +204,7 @@ def coerce(arguments: dict, schema: dict) -> dict:
     """
     out = {}
     for key, value in arguments.items():
-        kinds = _types(schema.get("properties", {}).get(key))
+        kinds = _types(schema.get("properties", {}).get(key), schema)
         if isinstance(value, str) and kinds and "string" not in kinds:
             text = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
             with suppress(ValueError, RecursionError):  # not of the asked type: the schema check will say so
@@ -213,13 +213,22 @@ def coerce(arguments: dict, schema: dict) -> dict:
     return out
 
 
-def _types(schema) -> set[str]:
-    """The types that a schema allows; empty when it names none."""
-    if not isinstance(schema, dict):
+def _types(schema, root: dict, depth: int = 0) -> set[str]:
+    """The types that a schema allows; empty when it names none. root: where its references begin."""
+    if not isinstance(schema, dict) or depth == 8:  # a reference may lead to itself, twice
         return set()
     kind = schema.get("type", [])
     own = {kind} if isinstance(kind, str) else set(kind)
-    return own.union(*(_types(option) for option in [*schema.get("anyOf", []), *schema.get("oneOf", [])]))
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, [])]
+    parts += [_pointed_at(schema["$ref"], root)] if "$ref" in schema else []
+    return own.union(*(_types(part, root, depth + 1) for part in parts))
+
+
+def _pointed_at(ref: str, root: dict) -> dict | None:
+    """What `#/$defs/x` stands for in a schema; None for a reference that leads elsewhere."""
+    for part in ref[2:].split("/") if ref.startswith("#/") else ["of another document"]:
+        root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+    return root
 
 
 # ---------------------------------------------------------------------------------------------------------------------

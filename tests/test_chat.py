@@ -397,10 +397,15 @@ def test_coerce_reads_both_spellings_by_the_schema():
         "p": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "q": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     }
+    schema["$defs"] = {"a/b": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}}
+    refs = {"r": "#/$defs/a~1b", "l": "#/$defs/loop", "e": "#/$defs/none/x", "h": "http://x/y"}
+    schema["properties"] |= {k: {"$ref": ref} for k, ref in refs.items()} | {"all": {"allOf": [{"type": "integer"}]}}
     text = {"n": "3", "x": "2.5", "b": "True", "z": "None", "a": '["新", 1]', "o": '{"k": null}'}
     text |= {"s": "3", "u": "None", "free": "3", "any": "3", "p": "7", "q": "7", "unknown": "3"}
+    text |= {"r": '{"k": 1}', "l": "1", "e": "1", "h": "1", "all": "7"}
     right = {"n": 3, "x": 2.5, "b": True, "z": None, "a": ["新", 1], "o": {"k": None}}
     right |= {"s": "3", "u": "None", "free": "3", "any": "3", "p": 7, "q": "7", "unknown": "3"}
+    right |= {"r": {"k": 1}, "l": "1", "e": "1", "h": "1", "all": 7}
     assert coerce(text, schema) == right
     assert coerce({"b": "false", "z": "null", "n": 4}, schema) == {"b": False, "z": None, "n": 4}
     wrong = {"n": "three", "b": "yes", "x": "NaN", "a": "[" * 5000, "o": "1e999"}
