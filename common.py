@@ -328,6 +328,11 @@ class Dist:
         """Is `flag` true on any rank?"""
         return any(self.all(flag))
 
+    def in_step(self, parts: list, joint: bool) -> list:
+        """The parts of this rank, and where a forward is a joint act of all a None for each that another has more."""
+        rounds = max(self.all(len(parts))) if joint else len(parts)
+        return parts + [None] * (rounds - len(parts))
+
     def barrier(self) -> None:
         self.any(False)
 

@@ -1,6 +1,6 @@
 """FSDP2: weights, gradients and optimizer state of a policy, each process holding its share of every tensor.
 
-    shard(policy, device, bfloat16)          once, on every rank: fully_shard of each decoder layer, and of what is left
+    shard(policy, device, "bfloat16")        once, on every rank: fully_shard of each decoder layer, and of what is left
     policy(token_logps, ids, mask)           a forward gathers a layer, runs it, lets it go; so does the backward
     with whole(policy): engine.run(...)      rollouts: all weights on every rank until the block ends
     weights(policy), optimizer_state(...)    the whole model and optimizer, for a checkpoint of any world size
@@ -20,6 +20,8 @@ Left out: offloading to the CPU, tensor parallelism.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import common  # noqa: F401  before torch: it sets the OpenMP environment
 import torch
@@ -33,7 +35,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from model import Policy, layers_of
+from model import Policy, layers_of, load, recompute
+
+
+IDLE = ([0, 0], [0, 1])  # ids and mask of a rank that has nothing to read while others have
 
 
 class Root(nn.Module):
@@ -48,12 +53,24 @@ class Root(nn.Module):
         return function(self.model, *args, **kwargs)
 
 
-def shard(policy: Policy, device: torch.device, dtype: torch.dtype | None = None) -> None:
+def to_train(path: str | Path, cfg: Any, device: torch.device) -> Policy:
+    """The policy at `path`, for a stage with the options shard and recompute.
+
+    One that is to be sharded waits on the CPU: no GPU ever holds more than its share and what it computes with.
+    """
+    policy = load(path, "cpu" if cfg.shard else device)
+    if cfg.recompute:
+        recompute(policy.model)
+    return policy
+
+
+def shard(policy: Policy, device: torch.device, precision: str = "float32") -> None:
     """Leave this rank its share of each weight on `device`, in place; the policy may stand on the CPU before.
 
-    dtype: of the forward and backward, None = that of the weights; an MTP head, which is not sharded, is rounded to it.
-    To be called before the optimizer is made, which must see the shares.
+    precision: of forward and backward; an MTP head, which is not sharded, is rounded to it. To be called before the
+    optimizer is made, which must see the shares.
     """
+    dtype = None if precision == "float32" else getattr(torch, precision)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)}
     for layer in layers_of(policy.model):
@@ -88,6 +105,7 @@ def weights(policy: Policy) -> dict[str, Tensor] | None:
     """All weights by their names in the model, tied ones once; {} on ranks other than 0, None if nothing is sharded."""
     if not policy.root:
         return None
+    policy.root.reshard()  # a forward without a backward leaves what is not in a layer gathered
     names = dict(policy.model.named_parameters()) | dict(policy.model.named_buffers())
     found = get_model_state_dict(policy.root, options=WHOLE)
     found = {name.removeprefix("model."): tensor for name, tensor in found.items()}
@@ -98,6 +116,8 @@ def optimizer_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
     """The state of the optimizer by names of weights, the same sharded and not; {} before its first step."""
     if not optimizer.state:
         return {}
+    if policy.root:
+        policy.root.reshard()
     return get_optimizer_state_dict(policy.root or Root(policy.model), optimizer, options=WHOLE)
 
 

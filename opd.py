@@ -40,6 +40,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -55,8 +56,8 @@ from tqdm import tqdm
 
 from chat import Trajectory
 from data import general
-from model import Policy, hidden_states, in_chunks, in_turn, learning_rate, load, optimizer_step, pad_batch
-from model import recompute, set_rate
+from model import Policy, hidden_states, in_chunks, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate
+from fsdp import IDLE, load_optimizer_state, optimizer_state, shard, to_train, weights, whole
 from infer import Engine
 from eval import answer, drive
 
@@ -103,6 +104,8 @@ class Config:
     lr_end: float = option(0.1, "fraction of lr at the last step, approached linearly; 1 = constant", min=0)
     weight_decay: float = option(0.0, "of AdamW", min=0)
     grad_clip: float = option(1.0, "largest gradient norm, over all ranks; 0 = no clip", min=0)
+    shard: bool = option(False, "each process holds its share of the student and its optimizer (FSDP2)")
+    precision: Literal["float32", "bfloat16"] = option("float32", "with --shard: of the student")
     recompute: bool = option(False, "backward computes each layer again: much less memory, a third more time")
     save_every: int = option(10, "steps between checkpoints", min=1)
 
@@ -119,6 +122,8 @@ PRESETS = {
         micro=2,
         lr=2e-6,
         warmup=10,
+        shard=True,
+        precision="bfloat16",
         recompute=True,
     ),
 }
@@ -370,10 +375,11 @@ def update(
     tokens = ranks.all_reduce_sum(total[:1].clone()).item()
     if tokens == 0:
         raise BadInput(f"no answer has a token: each prompt fills --context {cfg.context}, or the model gives NaN")
-    for start in range(0, len(kept), cfg.micro):
-        micro = kept[start : start + cfg.micro]
-        ids, mask = pad_batch([t.ids for t in micro], [t.mask for t in micro], device=ranks.device)  # (B, T)
-        columns = token_divergences(student.model, teacher.model, ids, mask, cfg)  # (N, 3)
+    parts = [kept[start : start + cfg.micro] for start in range(0, len(kept), cfg.micro)]
+    for part in ranks.in_step(parts, cfg.shard):
+        rows = [(t.ids, t.mask) for t in part or ()] or [IDLE]
+        ids, mask = pad_batch(*zip(*rows), device=ranks.device)  # (B, T)
+        columns = student(token_divergences, teacher.model, ids, mask, cfg) * bool(part)  # (N, 3)
         (columns[:, 0].sum() / tokens).backward()
         total[1:] += columns.detach().sum(0, dtype=torch.float64)
     norm = optimizer_step(student.model, optimizer, cfg.grad_clip, ranks)
@@ -387,9 +393,7 @@ def update(
 
 def ready(path: str | Path, teacher: Policy, cfg: Config, ranks: Dist) -> Engine:
     """The engine over the student at `path`; BadInput for what it cannot run or cannot be taught by this teacher."""
-    engine = Engine(load(path, ranks.device), cfg.slots, cfg.context, cfg.temperature)
-    if cfg.recompute:
-        recompute(engine.policy.model)
+    engine = Engine(to_train(path, cfg, ranks.device), cfg.slots, cfg.context, cfg.temperature)
     compare(engine.policy, teacher)
     positions = teacher.model.config.get_text_config().max_position_embeddings
     if cfg.context > positions:
@@ -400,7 +404,8 @@ def ready(path: str | Path, teacher: Policy, cfg: Config, ranks: Dist) -> Engine
 def train_step(step: int, engine: Engine, teacher: Policy, optimizer, prompts, cfg: Config, ranks: Dist) -> dict:
     """Answers, then one update. All randomness is seeded by (seed, step, index): a resumed step is the same step."""
     started = time.perf_counter()
-    trajectories = collect(engine, prompts, step, cfg, ranks)
+    with whole(engine.policy):
+        trajectories = collect(engine, prompts, step, cfg, ranks)
     rollout_s = time.perf_counter() - started
     lr = set_rate(optimizer, learning_rate(step, cfg.steps, cfg))
     log = update(engine.policy, teacher, optimizer, trajectories, cfg, ranks)
@@ -424,13 +429,15 @@ def check(cfg: Config, processes: int) -> None:
     """BadInput for options that do not go together, and for prompts that are not there."""
     if cfg.batch % processes:
         raise BadInput(f"--batch {cfg.batch} must be a multiple of the {processes} processes")
+    if cfg.precision != "float32" and not cfg.shard:
+        raise BadInput(f"--precision {cfg.precision} is that of --shard, which one process may use as well")
     if cfg.prompts and not Path(cfg.prompts).is_file():
         raise BadInput(f"--prompts {cfg.prompts}: no such file")
 
 
 def main(argv: list[str]):
     cfg = parse(Config, PRESETS, argv, __doc__)
-    ranks = dist(None if cfg.device == "auto" else cfg.device)
+    ranks = dist(None if cfg.device == "auto" else cfg.device, cfg.shard)
     check(cfg, ranks.world)  # before Run, so that what is refused leaves no directory
     inputs = {"teacher_digest": model_digest(cfg.teacher)}
     inputs |= {"prompts_digest": digest(cfg.prompts)} if cfg.prompts else {}
@@ -445,9 +452,11 @@ def main(argv: list[str]):
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     engine = engine or ready(saved[1] if saved else cfg.model, teacher, cfg, ranks)
     policy = engine.policy
+    if cfg.shard:
+        shard(policy, ranks.device, cfg.precision)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     if saved:
-        optimizer.load_state_dict(saved[2]["optimizer"])
+        load_optimizer_state(policy, optimizer, saved[2].pop("optimizer"))
     if prompts:
         record.say(f"{cfg.prompts}: {len(prompts)} prompts, {left_out} rows without a question left out")
 
@@ -457,14 +466,16 @@ def main(argv: list[str]):
             record.log(step, **log)
             stopping = stop.requested
             if step == cfg.steps or step % cfg.save_every == 0 or stopping:
-                save_checkpoint(record.dir, step, policy.save, {"optimizer": optimizer.state_dict()}, ranks)
+                state = {"optimizer": optimizer_state(policy, optimizer)}
+                save_checkpoint(record.dir, step, partial(policy.save, weights=weights(policy)), state, ranks)
             bar.set_postfix({k: f"{log[k]:.3g}" for k in ("kl", "entropy", "length", "cut", "tokens_per_s")})
             bar.update()
             if stopping:
                 break
 
+    final = weights(policy)
     if ranks.rank == 0:
-        policy.publish(record.dir / "model")
+        policy.publish(record.dir / "model", final)
         draw(record.dir, "kl.png", "KL(student || teacher), nats per token", ["kl"])
         record.say(f"{record.dir}: model/, kl.png")
     ranks.barrier()  # nobody leaves while another still writes

@@ -62,9 +62,9 @@ from augment import augment
 from sim import NO_FAULTS, Faults, Task, World, check_harness, make_task
 from facts import REWARDS
 from samples import Dimension, another_state
-from model import Policy, hidden_states, learning_rate, load, optimizer_step, pad_batch, recompute, set_rate
+from model import Policy, hidden_states, learning_rate, optimizer_step, pad_batch, set_rate
 from model import shared_prefix, token_logps
-from fsdp import load_optimizer_state, optimizer_state, shard, weights, whole
+from fsdp import load_optimizer_state, optimizer_state, shard, to_train, weights, whole
 from mtp import Learner
 from infer import Engine
 from eval import collect, gather, summary
@@ -292,8 +292,8 @@ def micro_batches(
     if not any(map(common_to, groups)):
         groups = [sorted(chosen, key=lambda i: len(trajectories[i].ids))]
     parts = [group[start : start + cfg.micro] for group in groups for start in range(0, len(group), cfg.micro)]
-    rounds = max(ranks.all(len(parts))) if cfg.shard else len(parts)
-    for which in parts + [[]] * (rounds - len(parts)):
+    for part in ranks.in_step(parts, cfg.shard):
+        which = part or []
         micro = [trajectories[i] for i in which] or [IDLE]
         columns = ([getattr(t, name) for t in micro] for name in ("ids", "mask", "logps", "segment"))
         ids, mask, logps, segment = pad_batch(*columns, bucket=LENGTHS, device=ranks.device)
@@ -395,17 +395,9 @@ def drafter_of(policy: Policy, cfg: Config) -> Learner | None:
     return Learner(policy, cfg.mtp_lr, **options) if cfg.mtp != "keep" else None
 
 
-def placed(path, cfg: Config, ranks: Dist) -> Policy:
-    """The policy at `path`; one that is to be sharded waits on the CPU, so that no GPU holds more than its share."""
-    policy = load(path, "cpu" if cfg.shard else ranks.device)
-    if cfg.recompute:
-        recompute(policy.model)
-    return policy
-
-
 def ready(path, cfg: Config, world: World, harness: Harness, ranks: Dist) -> Engine:
     """The engine over the policy at `path`; BadInput for what it cannot run, --context among it."""
-    policy, deadline_s = placed(path, cfg, ranks), cfg.deadline_s or None
+    policy, deadline_s = to_train(path, cfg, ranks.device), cfg.deadline_s or None
     if policy.mtp is None and (cfg.drafts or cfg.mtp != "keep"):
         raise BadInput(f"--drafts {cfg.drafts} --mtp {cfg.mtp}: {path} has no MTP head; mtp.py trains one for it")
     engine = Engine(policy, cfg.slots, cfg.context, cfg.temperature, deadline_s=deadline_s, drafts=cfg.drafts)
@@ -497,7 +489,7 @@ def main(argv: list[str]):
     check_harness(harness := Harness.load(cfg.harness))
     # before Run, so that what is refused leaves no directory
     engine = None if cfg.resume else ready(cfg.model, cfg, unseen, harness, ranks)
-    reference = placed(cfg.model, cfg, ranks) if cfg.kl else None
+    reference = to_train(cfg.model, cfg, ranks.device) if cfg.kl else None
     rewrite = Endpoint(cfg.rewriter, cfg.llm) if cfg.rewriter else None
     jobs = partial(training_jobs, cfg, world, harness, rewrite=rewrite)
 
@@ -510,7 +502,7 @@ def main(argv: list[str]):
     policy, before, after = engine.policy, {}, {}
     for each in (policy, reference) if cfg.shard else ():
         if each:
-            shard(each, ranks.device, None if cfg.precision == "float32" else getattr(torch, cfg.precision))
+            shard(each, ranks.device, cfg.precision)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     actors = Actors(policy, optimizer, reference, drafter := drafter_of(policy, cfg))
     if saved:

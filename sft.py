@@ -13,7 +13,7 @@ Left out: packing (samples of like length share a forward instead), a share of g
     python sft.py --endpoint http://localhost:8000/v1 --llm NAME      # a language model as teacher, not the oracle
     python sft.py --rewriter http://localhost:8000/v1 --llm NAME      # one that rewords the harnesses, too
     python sft.py --logs my.jsonl --harness my-harness     # dialogues of your own; samples.read_logs has the format
-    torchrun --nproc_per_node=8 sft.py --config qwen3      # a real model on GPUs, each with all of it; see the preset
+    torchrun --nproc_per_node=8 sft.py --config qwen3      # a real model on GPUs, sharded; see the preset
     torchrun --nproc_per_node=2 sft.py                     # batches are sharded over ranks; a GPU each, if any
     python sft.py --out runs/sft-small --resume            # continue after Ctrl-C or a crash; on a CPU bit for bit
 
@@ -27,6 +27,7 @@ tokens = those with a loss; tokens_per_s = all tokens of the samples, context in
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +42,8 @@ from chat import Trajectory
 from harness import Harness
 from reword import Endpoint
 from samples import Options, Row, case_maker, make_samples, read_logs, replayed, sort_out, tell
-from model import Policy, in_turn, learning_rate, load, optimizer_step, pad_batch, recompute, set_rate, token_logps
+from model import Policy, in_turn, learning_rate, optimizer_step, pad_batch, set_rate, token_logps
+from fsdp import IDLE, load_optimizer_state, optimizer_state, shard, to_train, weights
 
 BUCKET = 64  # lengths are padded to multiples of this
 
@@ -70,6 +72,7 @@ class Config(Options):
     precision: Literal["float32", "bfloat16"] = option(
         "float32", "of matrix products; bfloat16 is faster where the processor has it"
     )
+    shard: bool = option(False, "each process holds its share of weights and optimizer (FSDP2)")
     recompute: bool = option(False, "backward computes each layer again: much less memory, a third more time")
     eval_every: int = option(25, "steps between held-out losses; 0 = only at the end", min=0)
     save_every: int = option(50, "steps between checkpoints", min=1)
@@ -86,6 +89,7 @@ PRESETS = {
         micro=1,
         lr=1e-5,
         warmup=20,
+        shard=True,
         precision="bfloat16",
         recompute=True,
     ),
@@ -104,13 +108,15 @@ def rows_at(step: int, count: int, cfg: Config) -> list[int]:
     return in_turn(places, count, cfg.seed)
 
 
-def losses(policy: Policy, rows: list[Row], cfg: Config) -> Iterator[Tensor]:
+def losses(policy: Policy, rows: list[Row], cfg: Config, ranks: Dist) -> Iterator[Tensor]:
     """The summed loss of one micro-batch after the other, in nats; rows of like length stand together."""
-    device, rows = policy.model.device, sorted(rows, key=lambda row: len(row[0]))
-    for start in range(0, len(rows), cfg.micro):
-        ids, mask = pad_batch(*zip(*rows[start : start + cfg.micro]), bucket=BUCKET, device=device)  # (B, T)
-        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bfloat16"):
-            yield -token_logps(policy.model, ids, mask).sum()
+    rows = sorted(rows, key=lambda row: len(row[0]))
+    parts = [rows[start : start + cfg.micro] for start in range(0, len(rows), cfg.micro)]
+    half = cfg.precision == "bfloat16" and not cfg.shard  # what is sharded is cast by FSDP2
+    for part in ranks.in_step(parts, cfg.shard):
+        ids, mask = pad_batch(*zip(*(part or [IDLE])), bucket=BUCKET, device=ranks.device)  # (B, T)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=half):
+            yield -policy(token_logps, ids, mask).sum() * bool(part)
 
 
 def count_tokens(rows: list[Row], ranks: Dist) -> int:
@@ -123,7 +129,7 @@ def held_out_loss(policy: Policy, rows: list[Row], cfg: Config, ranks: Dist) -> 
     """Mean loss per token of all ranks' rows."""
     tokens = count_tokens(mine := rows[ranks.rank :: ranks.world], ranks)
     with torch.no_grad():
-        total = float(sum(loss.item() for loss in losses(policy, mine, cfg)))
+        total = float(sum(loss.item() for loss in losses(policy, mine, cfg, ranks)))
     total = torch.tensor(total, dtype=torch.float64, device=ranks.device)  # the same type on a rank without rows
     return ranks.all_reduce_sum(total).item() / tokens
 
@@ -139,7 +145,7 @@ def update(policy: Policy, optimizer, rows: list[Row], cfg: Config, ranks: Dist)
     if tokens == 0:
         raise BadInput("a whole batch without a token to train: its masks are 0 everywhere")
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # loss, tokens with their context, rows skipped
-    for loss in losses(policy, kept, cfg):
+    for loss in losses(policy, kept, cfg, ranks):
         (loss / tokens).backward()
         sums[0] += loss.item() / tokens
     sums[1:] += torch.tensor([sum(len(ids) for ids, _ in kept), len(rows) - len(kept)], device=ranks.device)
@@ -154,9 +160,7 @@ def update(policy: Policy, optimizer, rows: list[Row], cfg: Config, ranks: Dist)
 
 def ready(path: str | Path, cfg: Config, ranks: Dist) -> Policy:
     """The policy at `path`; BadInput if --context is too long for it."""
-    policy = load(path, ranks.device)
-    if cfg.recompute:
-        recompute(policy.model)
+    policy = to_train(path, cfg, ranks.device)
     positions = policy.model.config.get_text_config().max_position_embeddings
     if cfg.context > positions:
         raise BadInput(f"--context {cfg.context} is beyond the {positions} positions of {path}")
@@ -175,7 +179,7 @@ def check(cfg: Config, processes: int) -> None:
 
 def main(argv: list[str]):
     cfg = parse(Config, PRESETS, argv, __doc__)
-    ranks = dist(None if cfg.device == "auto" else cfg.device)
+    ranks = dist(None if cfg.device == "auto" else cfg.device, cfg.shard)
     check(cfg, ranks.world)  # before Run, so that what is refused leaves no directory
     harness = Harness.load(cfg.harness)
     logs = read_logs(cfg.logs, harness) if cfg.logs else []
@@ -188,9 +192,11 @@ def main(argv: list[str]):
     record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/sft-{cfg.config}", ranks)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     policy = policy or ready(saved[1] if saved else cfg.model, cfg, ranks)
+    if cfg.shard:
+        shard(policy, ranks.device, cfg.precision)
     optimizer = torch.optim.AdamW(policy.model.parameters(), cfg.lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay)
     if saved:
-        optimizer.load_state_dict(saved[2]["optimizer"])
+        load_optimizer_state(policy, optimizer, saved[2].pop("optimizer"))
 
     if often:
         record.say(often)
@@ -217,14 +223,16 @@ def main(argv: list[str]):
             record.log(step, **log)
             stopping = stop.requested
             if step == steps or step % cfg.save_every == 0 or stopping:
-                save_checkpoint(record.dir, step, policy.save, {"optimizer": optimizer.state_dict()}, ranks)
+                state = {"optimizer": optimizer_state(policy, optimizer)}
+                save_checkpoint(record.dir, step, partial(policy.save, weights=weights(policy)), state, ranks)
             bar.set_postfix({k: f"{log[k]:.3g}" for k in ("loss", "tokens_per_s")})
             bar.update()
             if stopping:
                 break
 
+    final = weights(policy)
     if ranks.rank == 0:
-        policy.publish(record.dir / "model")
+        policy.publish(record.dir / "model", final)
         record.say(f"{record.dir}: model/, samples.jsonl")
     ranks.barrier()  # nobody leaves while another still writes
 

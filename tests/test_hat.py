@@ -11,6 +11,7 @@ from pathlib import Path
 
 import common
 import pytest
+from safetensors.torch import load_file
 
 import hat
 from common import BadInput
@@ -179,15 +180,19 @@ def test_an_interrupted_stage_goes_on_and_finished_ones_stay(tmp_path, calls):
 
 
 def test_stages_take_the_options_of_a_real_model(model_dir, tmp_path):
-    """--config qwen3, but for its sizes, on a toy of that family. rl.py wants a process of its own: test_rl_run."""
+    """--config qwen3, but for its sizes, on a toy of that family, each stage in a process that it may shard."""
     cfg = hat.parse(hat.Config, hat.PRESETS, ["--config", "qwen3"])
     hat.refuse(cfg, 8)
     assert "--lr" not in hat.plan(cfg)["hat"].options
     words = ["--config", "qwen3", "--device", "cpu", "--model", str(model_dir), "--batch", "2", "--context", "1536"]
-    hat.sft.main([*words, "--out", str(tmp_path / "sft"), "--samples", "2", "--held-out", "1"])
-    words += ["--teacher", str(model_dir), "--steps", "1", "--reply-tokens", "8"]
-    hat.opd.main([*words, "--out", str(tmp_path / "opd")])
-    assert all((tmp_path / stage / "model" / "config.json").exists() for stage in ("sft", "opd"))
+    stages = {"sft": ["--samples", "2", "--held-out", "1"]}
+    stages["opd"] = ["--teacher", str(model_dir), "--steps", "1", "--reply-tokens", "8"]  # and rl in test_rl_run.py
+    for stage, more in stages.items():
+        command = [sys.executable, ROOT / f"{stage}.py", *words, *more, "--out", tmp_path / stage]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        new, old = (load_file(path / "model.safetensors") for path in (tmp_path / stage / "model", model_dir))
+        assert new.keys() == old.keys() and all(tensor.dtype == old[name].dtype for name, tensor in new.items())
 
 
 def test_a_finished_stage_of_other_options_is_no_row(tmp_path, calls):

@@ -596,10 +596,10 @@ def test_stop_kill_and_resume_bit_for_bit(flags, whole, tmp_path, monkeypatch):
 
 
 def test_two_processes_take_the_same_step(flags, whole, tmp_path):
-    """FAULTS 16: answers sharded over ranks, one number of tokens, gradients summed before the clip."""
+    """FAULTS 16: answers sharded over ranks, one number of tokens, sums before the clip; weights sharded."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", ROOT / "opd.py"]
     out, env = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [*command, *flags, "--steps", "2", "--out", out]
+    words = [*command, *flags, "--steps", "2", "--shard", "--out", out]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for got, want in zip(rows(out), rows(whole)[:2], strict=True):

@@ -215,10 +215,11 @@ def test_stop_kill_and_resume_bit_for_bit(flags, whole, tmp_path, monkeypatch):
 
 
 def test_two_processes_take_the_same_steps(flags, whole, tmp_path):
-    """FAULTS 16: batches sharded over ranks, one number of tokens, gradients summed before the clip."""
+    """FAULTS 16: batches sharded over ranks, one number of tokens, sums before the clip; weights sharded."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", ROOT / "sft.py"]
     out, env = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *flags, "--out", out], cwd=ROOT, env=env, capture_output=True, text=True)
+    words = [*command, *flags, "--shard", "--out", out]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for got, want in zip(rows_of(out), rows_of(whole), strict=True):
         assert got == pytest.approx(want, rel=1e-3, abs=1e-5)
