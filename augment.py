@@ -147,7 +147,7 @@ class Draft:
             yield from ((f"skills/{s.id}/{key}", s, key) for key in ("description", "body"))
         for t in self.h.tools:
             yield f"tools/{t.id}/description", t, "description"
-            yield from descriptions(f"tools/{t.id}/parameters", t.parameters)
+            yield from descriptions(f"tools/{t.id}/parameters", t.parameters, t.id == LOAD_SKILL)
         yield from ((f"{at}/message", hook, "message") for at, hook in hook_places(self.h))
         yield from ((f"blocks/{name}", self.h.blocks, name) for name in dict.fromkeys([*self.h.system, self.h.user]))
         yield from ((f"formats/{key}", self.h.formats, key) for key in self.h.formats)
@@ -269,16 +269,20 @@ def read(box: Any, key: str | int) -> Any:
     return box.get(key) if isinstance(box, dict) else box[key] if isinstance(box, list) else getattr(box, key)
 
 
-def descriptions(at: str, schema: Any) -> Iterator[tuple[str, dict | list, str | int]]:
-    """(place, box, key) of every text inside a JSON schema: descriptions, titles, defaults, examples."""
+def descriptions(at: str, schema: Any, values: bool = False) -> Iterator[tuple[str, dict | list, str | int]]:
+    """(place, box, key) of every text inside a JSON schema: descriptions and titles.
+
+    values: and of what an argument may be, which is a name where skills are loaded, and elsewhere is the tool's own.
+    """
+    texts = ("description", "title", *(("default", "const") if values else ()))
     for x in schema if isinstance(schema, list) else ():  # Harness.diff names a list as a whole
-        yield from ((at, box, key) for _, box, key in descriptions(at, x))
+        yield from ((at, box, key) for _, box, key in descriptions(at, x, values))
     for key, value in schema.items() if isinstance(schema, dict) else ():
-        if key in ("description", "title", "default", "const") and isinstance(value, str):
+        if key in texts and isinstance(value, str):
             yield f"{at}/{key}", schema, key
-        elif key == "examples" and isinstance(value, list):
+        elif values and key == "examples" and isinstance(value, list):
             yield from ((f"{at}/{key}", value, i) for i, x in enumerate(value) if isinstance(x, str))
-        yield from descriptions(f"{at}/{key}", value)
+        yield from descriptions(f"{at}/{key}", value, values)
 
 
 def hook_places(h: Harness) -> list[tuple[str, Hook]]:
@@ -300,13 +304,13 @@ def skill_id(d: Draft) -> None:
     old = {s.id: s.name for s in own}
     for s in d.rng.sample(own, len(own)):
         if d.chance(d.e.mask_skill) and not needed(d, s):
-            d.note("mask", f"skills/{s.id}", asdict(s), None)
+            d.note("mask", f"skills/{s.id}", shown(s), None)
             h.skills.remove(s)
             own.remove(s)
     for made in d.rng.sample(d.words["noise"], min(d.rng.randint(*d.e.noise), len(d.words["noise"]))):
         id = next(id for n in count() if (id := f"noise_{n}") not in before and h.skill(id) is None)
         h.skills.append(Skill(id, d.draw_name(d.taken()), **made))
-        d.note("noise", f"skills/{id}", None, asdict(h.skills[-1]))
+        d.note("noise", f"skills/{id}", None, shown(h.skills[-1]))
     d.rename("skills", own, {t.name for t in h.tools})
     for s in own:
         d.describe(f"skills/{s.id}", s)
@@ -318,9 +322,13 @@ def skill_id(d: Draft) -> None:
     for schema in (x for x in loader if isinstance(x, dict) and "enum" in x):  # it lists what it loads, or some of it
         listed, known = schema["enum"], [*old.values()]
         whole = all(name in listed for name in known)
-        shown = [s.name for s in h.skills if whole or old.get(s.id) in listed]
-        shown += [x for x in listed if x not in known]
-        d.put("mention", f"tools/{LOAD_SKILL}/parameters", schema, "enum", shown)
+        new = [s.name for s in h.skills if whole or old.get(s.id) in listed] + [x for x in listed if x not in known]
+        d.put("mention", f"tools/{LOAD_SKILL}/parameters", schema, "enum", new)
+
+
+def shown(s: Skill) -> dict:
+    """All of a skill that counts."""
+    return {key: value for key, value in asdict(s).items() if key != "extra"}
 
 
 def needed(d: Draft, s: Skill) -> bool:

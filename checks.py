@@ -170,12 +170,12 @@ def fact_risk(m: Moment, ref: str = "{n}号"):
     for link in links:
         own = rf"(?<!\d){re.escape(str(link['link_id']))}(?!\d)"
         text = re.sub(re.escape(ref.format(n="@")).replace("@", own), "", text)
-    # TERM too: what reads as 1,299 in a result may be two numbers of a list
+    # TERM too, here and below: what reads as 1,299 may be two numbers of a list
     sources = [*m.evidence, *(x["name"] for x in links)]
     known = {w.lower() for source in sources for w in (*terms_of(source), *TERM.findall(source))}
     known |= {w.lower() for w in terms_of(m.danmaku) if w[0].isalpha()}
-    word = next((w for w in terms_of(text) if w.lower() not in known), None)
-    return Deny(word) if word else None
+    made_up = [[w for w in terms if w.lower() not in known] for terms in (terms_of(text), TERM.findall(text))]
+    return Deny(made_up[0][0]) if all(made_up) else None
 
 
 CHECKS: dict[str, Check] = {
@@ -234,11 +234,12 @@ class Hook:
             raise BadInput(f"hook {self.check!r}: params {self.params} do not fit: {e}") from None
         except re.error as e:
             raise BadInput(f"hook {self.check!r}: matcher {self.matcher!r} is no regular expression: {e}") from None
-        if self.matcher and not self.event.startswith("tool_"):
+        if not self.event.startswith("tool_") and not re.search(self.matcher, ""):
             raise BadInput(f"hook {self.check!r}: matcher {self.matcher!r}: there is no tool at {self.event!r}")
         for key, value in self.params.items() if self.check in CHECKS else ():
             kind = {tuple: list}.get(kind := type(taken.parameters[key].default), kind)
-            if not isinstance(value, kind | tuple if kind is list else kind):
+            fits = isinstance(value, kind | tuple if kind is list else kind)
+            if not fits or kind is list and not all(isinstance(x, str) for x in value):
                 raise BadInput(f"hook {self.check!r}: {key} is {value!r}; it must be a {kind.__name__}")
 
 

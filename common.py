@@ -458,9 +458,12 @@ def settings(config: Any) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def same_settings(run: Path, now: dict, free: Iterable[str] = ()) -> None:
-    """BadInput unless the run in a directory had these settings, but for those that may change."""
-    saved = read_json(run / "config.json")
+def same_settings(run: Path, now: dict, free: Iterable[str] = (), defaults: dict | None = None) -> None:
+    """BadInput unless the run in a directory had these settings, but for those that may change.
+
+    defaults: what options are worth that the code of that run did not have yet.
+    """
+    saved = (defaults or {}) | read_json(run / "config.json")
     for name in sorted(now.keys() - FREE_ON_RESUME - set(free)):
         if saved.get(name) != now[name]:
             change = f"{name} was {saved.get(name)} and is now {now[name]}"
@@ -543,8 +546,9 @@ def load_checkpoint(run_dir: str | Path, ranks: Dist = ALONE) -> tuple[int, Path
     for name in files if ranks.rank == 0 else ():  # one rank reads all of it; the others could say nothing else
         if not (path / name).is_file() or fingerprint(path / name) != files[name]:
             raise BadInput(f"{path / name}: missing or damaged; remove {path} to go on from the one before it")
-    # mapped: each rank would hold an optimizer of its own beside that in use
-    return step_of(path), path / "model", torch.load(path / "state.pt", "cpu", weights_only=True, mmap=True)
+    # mapped, or each rank would hold a whole optimizer; not where rank 0, alone, is to remove the file one day
+    state = torch.load(path / "state.pt", "cpu", weights_only=True, mmap=ranks.rank > 0)
+    return step_of(path), path / "model", state
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:

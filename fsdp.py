@@ -67,8 +67,8 @@ def to_train(path: str | Path, cfg: Any, device: torch.device) -> Policy:
 def shard(policy: Policy, device: torch.device, precision: str = "float32") -> None:
     """Leave this rank its share of each weight on `device`, in place; the policy may stand on the CPU before.
 
-    precision: of forward and backward; an MTP head, which is not sharded, is rounded to it. To be called before the
-    optimizer is made, which must see the shares.
+    precision: of forward, backward and rollouts. An MTP head is not sharded. To be called before the optimizer is made,
+    which must see the shares.
     """
     dtype = None if precision == "float32" else getattr(torch, precision)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
@@ -78,7 +78,7 @@ def shard(policy: Policy, device: torch.device, precision: str = "float32") -> N
     # the head comes last: no use to let it go
     policy.root = fully_shard(Root(policy.model), reshard_after_forward=False, **how)
     if policy.mtp:
-        policy.mtp.to(device, dtype)
+        policy.mtp.to(device)
     policy.root(lambda model: None)  # a first forward makes it the root; the engine would begin with a layer
     policy.root.reshard()  # an optimizer must be given the shares
 
@@ -90,9 +90,15 @@ def whole(policy: Policy) -> Iterator[None]:
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
+    head = [*policy.mtp.parameters()] if policy.mtp else []
+    kept = [p.data for p in head]
+    for p in head:  # it drafts in the precision of the policy, and stays as exact as it is
+        p.data = p.data.to(policy.model.dtype)
     try:
         yield
     finally:
+        for p, data in zip(head, kept):
+            p.data = data
         for part in parts:
             part.reshard()
             part.set_reshard_after_forward(part is not policy.root, recurse=False)

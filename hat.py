@@ -24,13 +24,14 @@ and leaves all of it in OUT/table.md.
 Left out: another order of the stages, a search for their options.
 """
 
+import json
 import math
 import shlex
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -225,12 +226,15 @@ def timed(path: Path, name: str, ranks: Dist) -> Iterator[None]:
 def left(stage: str, line: list[str]) -> list[str]:
     """The command line that is left to run: none where that run is finished, with --resume where it was interrupted.
 
-    BadInput where it was begun with other options.
+    BadInput where it was begun with other options. Which model beside it was its start, its name says.
     """
-    made = parse(STAGES[stage].Config, STAGES[stage].PRESETS, line)
+    Stage = STAGES[stage].Config
+    made = parse(Stage, STAGES[stage].PRESETS, line)
     begun = (Path(made.out) / "config.json").exists()
     if begun:
-        same_settings(Path(made.out), settings(made))
+        beside = ("model",) if Path(made.out).parent in Path(made.model).parents else ()
+        defaults = {f.name: json.loads(json.dumps(f.default, default=str)) for f in fields(Stage)}
+        same_settings(Path(made.out), settings(made), beside, defaults)
     return [] if (Path(made.out) / "model").is_dir() else [*line, *(["--resume"] if begun else [])]
 
 

@@ -130,7 +130,7 @@ def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
         raise BadInput(f"{path}: no config.json; a Hugging Face model directory was expected")
     if (path / "metrics.jsonl").is_file():
         raise BadInput(f"{path}: a run, and no model; did you mean {path / 'model'}?")
-    if not path.is_dir() and (path.is_absolute() or len(path.parts) != 2 or path.exists() or path.parent.is_dir()):
+    if not path.is_dir() and (path.is_absolute() or len(path.parts) != 2 or path.exists()):
         raise BadInput(f"{path}: no such model directory")
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # its load report would say again what is raised below
@@ -140,6 +140,8 @@ def load(path, device="cpu", dtype=torch.float32, attn="sdpa") -> Policy:
         )
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # for what is wrong in a config or a file these libraries raise nearly anything
+        if not path.is_dir():
+            raise BadInput(f"{path}: no such model directory, nor a model in the hub's cache") from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise BadInput(f"{path}: not a readable model directory: {reason}") from error
     finally:
@@ -376,8 +378,10 @@ def hidden_states(model, ids, shared=0):
     given = {cache_name(base): cache}
     first = base(input_ids=ids[:1, :shared], **given).last_hidden_state  # (1, S, H)
     cache.batch_repeat_interleave(len(ids))
-    # what the library would make of it is a mask of floats for each row and layer
-    mask = torch.ones(ids.shape[1] - shared, ids.shape[1], dtype=torch.bool, device=ids.device).tril(shared)[None, None]
+    mask = None  # of floats for each row, if the library is to make it; a ready one of booleans is known to sdpa alone
+    if model.config._attn_implementation == "sdpa":
+        mask = torch.ones(ids.shape[1] - shared, ids.shape[1], dtype=torch.bool, device=ids.device)
+        mask = mask.tril(shared)[None, None]
     rest = base(input_ids=ids[:, shared:], attention_mask=mask, **given).last_hidden_state  # (B, T - S, H)
     return torch.cat([first.expand(len(ids), -1, -1), rest], dim=1)
 

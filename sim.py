@@ -130,12 +130,14 @@ class World:
             for name in inner:
                 if not isinstance(data[key], dict) or name not in data[key]:
                     raise BadInput(f"{path}: no {name!r} under {key!r}")
+        if not isinstance(data["attribute"], dict):
+            raise BadInput(f"{path}: 'attribute' must be an object, attribute -> its values")
         pools = {f"attribute {key!r}": pool for key, pool in data["attribute"].items()}
         pools |= {repr(key): data[key] for key in ("prefix", "noun", "faq", "city", "promotion")}
         for (name, pool), half in product(pools.items(), ("train", "test")):
             words, least = pool.get(half) if isinstance(pool, dict) else None, 3 if name == "'faq'" else 1
-            if not isinstance(words, list) or len(set(map(str, words))) < least:
-                raise BadInput(f"{path}: {name} must have {half!r}, a list of {least} or more")
+            if not isinstance(words, list) or not all(isinstance(x, str) for x in words) or len({*words}) < least:
+                raise BadInput(f"{path}: {name} must have {half!r}, a list of {least} texts or more")
         for half in ("train", "test"):
             names = {a + b for a in data["prefix"][half] for b in data["noun"][half]}
             if len(names) < MOST_LINKS or len(data["attribute"]) < 3:

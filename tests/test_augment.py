@@ -411,11 +411,13 @@ def test_the_loader_lists_what_it_loads():
 
 
 def test_no_part_of_the_loaders_schema_keeps_an_old_name():
-    """FAULTS 53: an enum of some skills and other words, a default, examples."""
+    """FAULTS 53: an enum of some skills and other words, a default, examples. Another tool's values are its own."""
     names = [s.name for s in H.skills]
     schema = {"type": "string", "enum": ["", *names[1:]], "default": names[1], "examples": names, "title": names[2]}
     loader = replace(H.tool(LOAD_SKILL), parameters={"type": "object", "properties": {"skill": schema}})
-    h = H.copy(tools=[*H.tools[:-1], loader])
+    own = {"type": "string", "enum": [*names], "default": names[1]}
+    other = replace(H.tools[0], parameters={"type": "object", "properties": {"sort_by": own}}, param_ids={})
+    h = H.copy(tools=[other, *H.tools[1:-1], loader])
     for seed in range(10):
         new, log = augment(h, seed, only("skill_id", ALWAYS))
         made, old = new.tool(LOAD_SKILL).parameters["properties"]["skill"], {s.id: s.name for s in H.skills}
@@ -423,6 +425,7 @@ def test_no_part_of_the_loaders_schema_keeps_an_old_name():
         assert sorted(made["enum"]) == sorted(["", *(renamed[name] for name in names[1:])])
         assert (made["default"], made["title"]) == (renamed[names[1]], renamed[names[2]])
         assert made["examples"] == [renamed[name] for name in names]
+        assert new.tool(other.id).parameters["properties"]["sort_by"] == own
         assert all(any(under(place, e["at"]) for e in log) for place in places(h, new))
 
 

@@ -297,9 +297,9 @@ def test_whatever_a_call_holds_is_scored():
 
 def test_numbers_are_those_of_the_results_however_they_are_written():
     moment = partial(Moment, H, context={"links": []}, evidence=['{"price": 1299, "days": 7.0}', "[12,345]"])
-    for reply in ("1,299元", "1299.0元", "7天", "12元", "345件"):
+    for reply in ("1,299元", "1299.0元", "7天", "12元", "345件", "12,345"):
         assert fact_risk(moment(reply)) is None, reply
-    for reply in ("1,298元", "29元", "1,2元"):
+    for reply in ("1,298元", "29元", "1,2元", "12,346"):
         assert fact_risk(moment(reply)), reply
 
 

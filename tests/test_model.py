@@ -119,8 +119,9 @@ def test_a_recurrent_model_shares_no_prefix(qwen36_dir):
     assert shared_prefix(load(qwen36_dir).model, [[1] * 40, [1] * 50]) == 0
 
 
-@pytest.mark.parametrize("shared", [1, 7, 8])
-def test_a_prefix_that_is_read_once_changes_nothing(policy, shared):
+@pytest.mark.parametrize("shared, attn", [(1, "sdpa"), (7, "sdpa"), (8, "sdpa"), (8, "eager")])
+def test_a_prefix_that_is_read_once_changes_nothing(policy, shared, attn):
+    policy.model.set_attn_implementation(attn)
     ids, mask, _ = batch()
     ids = [[3] * 8 + row for row in ids]
     ids, mask = pad_batch(ids, [[0] * 8 + row for row in mask], bucket=8)
@@ -133,6 +134,7 @@ def test_a_prefix_that_is_read_once_changes_nothing(policy, shared):
         found.append([hidden.detach(), logps.detach(), *(p.grad.clone() for p in policy.model.parameters())])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    policy.model.set_attn_implementation("sdpa")
 
 
 @pytest.mark.parametrize("family", ["dense", "hybrid"])

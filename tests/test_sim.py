@@ -168,7 +168,9 @@ def test_a_world_that_lacks_something_says_what(tmp_path, path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d["noun"].update(test=[]), "'noun' must have 'test', a list of 1 or more"),
+        (lambda d: d["noun"].update(test=[]), "'noun' must have 'test', a list of 1 texts"),
+        (lambda d: d["prefix"].update(train=[1, 2]), "'prefix' must have 'train', a list of 1 texts"),
+        (lambda d: d.update(attribute=[1]), "'attribute' must be an object"),
         (lambda d: d["city"].update(train="杭州"), "'city' must have 'train'"),
         (lambda d: d["faq"].update(train=["孕妇", "孕妇", "儿童"]), "'faq' must have 'train', a list of 3"),
         (lambda d: d["attribute"]["颜色"].pop("test"), "attribute '颜色' must have 'test'"),
