@@ -14,6 +14,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -271,6 +272,7 @@ def dialogue(
         world = random_words(world, rng)
     task = make_task(world, seed)
     h = _original() if original else random_harness(_original(), rng, {task.reply_skill, task.strategy})
+    h = h.copy(limits=replace(h.limits, max_state_tokens=4096))  # a base learns from whole states, however long
     h = h if lists else h.copy(system=["role", "room"])
     return teach(h, task, codec, seed, FAULTS, verbosity=verbosity, slip=SLIP, careless=CARELESS)
 
