@@ -14,7 +14,7 @@ A step is `micro` micro-batches of about `tokens` tokens, each of one source (ba
 last, on the same mixture, while the model stays (mtp.py has its loss). Left out: packing, mixture schedules, an MTP
 loss on the model itself, any text that was not generated here.
 
-    python data/make_base.py                         # data/base-small; an hour and a half on two CPU cores
+    python data/make_base.py                         # one leg, an hour and a half on two CPU cores
     torchrun --nproc_per_node=2 data/make_base.py    # the same with a micro-batch a process
     python data/make_base.py --init DIR --warm 0 ... # go on from a base; the shipped one has seven legs (LOG.md)
     python data/make_base.py --resume                # go on after a stop
