@@ -243,7 +243,6 @@ def main(argv: list[str]) -> None:
     cases = requests(cfg)
     if max(cfg.concurrency) > len(cases):
         raise BadInput(f"--concurrency {max(cfg.concurrency)}: there are {len(cases)} requests to have in flight")
-    Path(cfg.out).mkdir(parents=True, exist_ok=True)  # now, and not when all has been measured
     ranks = dist(None if cfg.device == "auto" else cfg.device)
     if ranks.world > 1:
         raise BadInput("replay measures one process; start it without torchrun")
@@ -256,6 +255,7 @@ def main(argv: list[str]) -> None:
     opened = (next(run(c.harness, c.task.danmaku, c.open(), policy.codec), None) for c in cases)  # None: a hook denies
     prompts = [len(turn.ids) if turn else 0 for turn in opened]
     refuse_long(engine(1, 0), prompts, range(len(cases)), len(cases), cfg.set, ALONE)
+    Path(cfg.out).mkdir(parents=True, exist_ok=True)  # now, and not when all has been measured
     bandwidth = cfg.bandwidth * 1e9 or measured_bandwidth(ranks.device)
     weights = sum(p.nbytes for p in policy.model.parameters())
     read, how = bytes_read(policy.model, 1, policy), "" if cfg.bandwidth else ", measured"
