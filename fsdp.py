@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  before torch: it sets the OpenMP environment
+from common import BadInput  # before torch: it sets the OpenMP environment
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -51,6 +51,12 @@ class Root(nn.Module):
 
     def forward(self, function, *args, **kwargs):
         return function(self.model, *args, **kwargs)
+
+
+def check_precision(cfg: Any) -> None:
+    """BadInput for a stage whose precision is that of its shards, and which has none."""
+    if cfg.precision != "float32" and not cfg.shard:
+        raise BadInput(f"--precision {cfg.precision} is that of --shard, which one process may use as well")
 
 
 def to_train(path: str | Path, cfg: Any, device: torch.device) -> Policy:

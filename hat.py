@@ -93,8 +93,8 @@ class Step:
 
 BASE = "base"
 HSA, FIXED = ("--harness-mode", "hsa"), ("--harness-mode", "fixed")
-# of RL after SFT in the small world: at the rate and the ramp that suit its base it loses what SFT has taught (LOG.md)
-GENTLY = ("--lr", "1e-4", "--think-free", "32", "--think-full", "84")
+# preset -> options of RL after SFT: at the rate and the ramp that suit the small base it loses what SFT taught (LOG.md)
+GENTLY = dict.fromkeys(("tiny", "small"), ("--lr", "1e-4", "--think-free", "32", "--think-full", "84"))
 ROWS = {  # of the ablation table: label -> step
     "Base": BASE,
     "Fixed-SFT": "fixed-sft",
@@ -109,7 +109,7 @@ HAT = "+HSA-RL (HAT)"
 
 def plan(cfg: Config) -> dict[str, Step]:
     """Steps of one seed by name, in an order in which each comes after what it starts from."""
-    gently = () if cfg.config == "qwen3" else GENTLY
+    gently = GENTLY.get(cfg.config, ())
 
     def chain(end: str = "", *options: str) -> dict[str, Step]:
         return {

@@ -402,11 +402,9 @@ def recompute(model) -> None:
 
 
 def _again(forward, *args, **kwargs):
-    return (
-        checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if torch.is_grad_enabled()
-        else forward(*args, **kwargs)
-    )
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def token_logps(model, ids, mask, temperature=1.0, entropy=False, hidden=None):

@@ -57,7 +57,7 @@ from tqdm import tqdm
 from chat import Trajectory
 from data import general
 from model import Policy, hidden_states, in_chunks, in_turn, learning_rate, load, optimizer_step, pad_batch, set_rate
-from fsdp import IDLE, load_optimizer_state, optimizer_state, shard, to_train, weights, whole
+from fsdp import IDLE, check_precision, load_optimizer_state, optimizer_state, shard, to_train, weights, whole
 from infer import Engine
 from eval import answer, drive
 
@@ -429,8 +429,7 @@ def check(cfg: Config, processes: int) -> None:
     """BadInput for options that do not go together, and for prompts that are not there."""
     if cfg.batch % processes:
         raise BadInput(f"--batch {cfg.batch} must be a multiple of the {processes} processes")
-    if cfg.precision != "float32" and not cfg.shard:
-        raise BadInput(f"--precision {cfg.precision} is that of --shard, which one process may use as well")
+    check_precision(cfg)
     if cfg.prompts and not Path(cfg.prompts).is_file():
         raise BadInput(f"--prompts {cfg.prompts}: no such file")
 

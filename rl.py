@@ -64,7 +64,7 @@ from facts import REWARDS
 from samples import Dimension, another_state
 from model import Policy, hidden_states, learning_rate, optimizer_step, pad_batch, set_rate
 from model import shared_prefix, token_logps
-from fsdp import load_optimizer_state, optimizer_state, shard, to_train, weights, whole
+from fsdp import check_precision, load_optimizer_state, optimizer_state, shard, to_train, weights, whole
 from mtp import Learner
 from infer import Engine
 from eval import collect, gather, summary
@@ -475,8 +475,7 @@ def check(cfg: Config, processes: int) -> None:
         raise BadInput(f"--groups must be a multiple of the {processes} processes, --eval-requests no less than them")
     if cfg.shard and cfg.mtp != "keep":
         raise BadInput("--shard and --mtp: a head is not trained on a sharded policy; train it afterwards with mtp.py")
-    if cfg.precision != "float32" and not cfg.shard:
-        raise BadInput(f"--precision {cfg.precision} is that of --shard, which one process may use as well")
+    check_precision(cfg)
     if cfg.think_full <= cfg.think_free:
         raise BadInput(f"--think-full {cfg.think_full} must be above --think-free {cfg.think_free}")
 

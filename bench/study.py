@@ -31,7 +31,7 @@ from common import BadInput, cli, closest, option, parse, write_text
 
 import rl
 from curves import rows_of
-from hat import cell, ingredients, markdown, left, same_ingredients
+from hat import cell, ingredients, left, markdown, same_ingredients
 
 VARIANTS = {
     "default": "",

@@ -108,7 +108,7 @@ def test_what_the_policy_never_reads_is_kept(folder, shipped):
     again = Harness.load(folder)
     assert again.skill("item_qa").extra == {"license": "MIT"} and again.tools[1].extra == {"strict": True}
     assert again.tools[1].param_ids["any"] == "some" and again.tools[1].parameters["properties"]["any"] == {}
-    edit(folder / "tools.json", lambda d: d[1]["function"].update(strict=False))
+    edit(folder / "tools.json", lambda d: d[1]["function"].update(strict=False))  # OpenAI's `strict` of a function
     assert Harness.load(folder).commit == again.commit
 
 

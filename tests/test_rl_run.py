@@ -513,7 +513,7 @@ def test_two_processes_take_the_same_step(flags, whole, tmp_path, how):
     assert {k: last[k] for k in wanted} == pytest.approx(wanted, rel=2e-2, abs=2e-2)
 
 
-def test_half_precision(flags, headed_dir, whole, tmp_path):
+def test_half_precision(flags, headed_dir, tmp_path):
     """One process, sharded by itself, in bf16: trainer and engine disagree by roundings, the weights stay in fp32.
 
     As the preset of a real model asks for, which truncates: the ratios are to the trainer's own log-probs.
