@@ -38,7 +38,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count, groupby
 from typing import Any, Literal
 
-from common import BadInput, cli, closest, option, parse, seed_of
+from options import BadInput, closest, option, parse
+from common import cli, seed_of
 from parts import LOAD_SKILL, Skill
 from checks import Deny, Hook, Moment, broken_rule
 from harness import Harness, assemble

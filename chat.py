@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
 
-from common import BadInput
+from options import BadInput
 
 from tokenizers import Tokenizer
 

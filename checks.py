@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from common import BadInput
+from options import BadInput
 from parts import Skill, Tool
 
 EVENTS = ("input", "tool_call", "tool_result", "reply")

@@ -1,12 +1,11 @@
-"""What every script shares: options, seeds, files that are whole or absent, run directories, checkpoints, processes.
+"""What every script shares: seeds, files that are whole or absent, run directories, checkpoints, processes.
 
-    config = defaults < preset < flags               one dataclass per script
     seed   = H(run seed, task, index, ...)           no global random state: nothing depends on the order of a batch
     resume : N steps == k steps, kill, N - k steps   on a CPU bit for bit, the kill at any moment
 
 A training script reads
 
-    config = parse(Config, PRESETS, argv, __doc__)
+    config = parse(Config, PRESETS, argv, __doc__)   # options.py
     ranks = dist()                                   # one process, or one of many under torchrun
     run = Run(config.out, config, config.resume, base=f"runs/rl-{config.config}", ranks=ranks)
     step, model_dir, state = load_checkpoint(run.dir, ranks) if checkpoints(run.dir) else (0, config.model, {})
@@ -19,35 +18,30 @@ A training script reads
             if last:
                 break
 
-and ends with `if __name__ == "__main__": cli(main)`. Import this module before torch, for the two variables below.
+and ends with `if __name__ == "__main__": cli(main)`. Import this module before torch, for the variables below.
 PyTorch itself is imported inside the functions that need it: a command that touches no tensor starts at once.
 """
 
-import argparse
 import dataclasses
-import difflib
 import errno
 import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import traceback
-import types
-import typing
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING
 from datetime import timedelta
-from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from options import BadInput
 
 # Waiting OpenMP threads spin. On shared cores the spinner takes the core from the very thread it waits for, and all is
 # up to ten times slower; a thread that sleeps at once costs 0.1 ms to wake, more than most products of a small model.
@@ -57,18 +51,13 @@ os.environ.setdefault("KMP_BLOCKTIME", "0")  # Intel's and LLVM's runtime: whole
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # GNU's runtime
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # which this overrules
 
-T = TypeVar("T")
 KEEP = 2  # checkpoints kept: the newest, and one to go back to should a disk have spoiled it
 # may change, for what a machine can hold; anything else makes another run
 FREE_ON_RESUME = {"out", "resume", "save_every", "device", "micro", "slots", "shard", "recompute"}
 # what of the disk is the user's to mend, not ours
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
-# --------------------------------------------------------------------------------------------------------- command line
-
-
-class BadInput(Exception):
-    """The user can mend it. The message is one line: what is wrong, where, and what would be right."""
+# ------------------------------------------------------------------------------------------------ the end of a script
 
 
 def cli(main: Callable[[list[str]], int | None]) -> None:
@@ -104,91 +93,6 @@ def leave(status: int) -> None:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def closest(word: str, options: Iterable[str]) -> str:
-    """The tail of an error message: `; did you mean X?` if one of `options` looks like `word`, else nothing."""
-    match = difflib.get_close_matches(word, list(options), n=1)
-    return f"; did you mean {match[0]}?" if match else ""
-
-
-def option(default: Any, help: str, **limits: float) -> Any:
-    """A field of a Config: default, help text and, for numbers, `min=` and `max=`."""
-    return dataclasses.field(default=default, metadata={"help": help, **limits})
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise BadInput(message.removeprefix("argument "))
-
-
-def parse(Config: type[T], presets: dict[str, dict], argv: list[str], description: str = "") -> T:
-    """Make a `Config` (a dataclass) from its defaults < `presets[name]` (a dict) < the flags in `argv`.
-
-    `steps: int = option(30, "optimizer steps", min=1)` is `--steps 30`; a bool `--x` / `--no-x`; a Literal a choice; a
-    tuple or list `1,2,3`, each within min and max; `float | None` also takes `none`. `_` and `-` are one. `--config
-    NAME` picks the preset, by default that of the field `config`, or `small`. BadInput for what is unknown, missing or
-    of a wrong value; `--help` prints all options with their values under the chosen preset and exits 0.
-    """
-    fields, kinds = dataclasses.fields(Config), typing.get_type_hints(Config)
-    flags = {f.name: "--" + f.name.replace("_", "-") for f in fields if f.name != "config"}
-    values = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields}
-    argv = [re.sub(r"^--[\w-]+", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-    look = {"usage": "%(prog)s [--option value ...]", "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser, first = (Parser(add_help=h, description=description, allow_abbrev=False, **look) for h in (True, False))
-    if presets:
-        names = " | ".join(presets)
-        for each in (first, parser):  # the preset first: --help shows its values
-            each.add_argument("--config", default=values.get("config", "small"), help=names, metavar="NAME")
-        name = first.parse_known_args(argv)[0].config
-        if name not in presets:
-            raise BadInput(f"--config: '{name}' is not one of {names}{closest(name, presets)}")
-        values |= presets[name]
-    for f in (f for f in fields if f.name in flags):
-        kind, default = kinds[f.name], values[f.name]
-        how = {"type": partial(convert, kind=kind), "metavar": kind_name(kind)}
-        how = {"action": argparse.BooleanOptionalAction} if kind is bool else how
-        text = f"{f.metadata.get('help', '')} ({'required' if default is MISSING else f'default {default}'})"
-        how |= {"required": default is MISSING, "help": text.replace("%", "%%")}
-        parser.add_argument(flags[f.name], default=argparse.SUPPRESS, **how)
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        raise BadInput(f"unknown option {flag}{closest(flag, [*flags.values(), '--config']) or '; --help lists them'}")
-    values |= vars(known)
-    for f in fields:
-        value, low, high = values[f.name], f.metadata.get("min", -math.inf), f.metadata.get("max", math.inf)
-        for x in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(x, (int, float)) and not low <= x <= high:
-                raise BadInput(f"{flags[f.name]}: {x} is not within {low} .. {high}")
-    return Config(**{f.name: values[f.name] for f in fields})
-
-
-def convert(text: str, kind: Any) -> Any:
-    """One word of the command line as a value of the type `kind`."""
-    outer, inner = typing.get_origin(kind), typing.get_args(kind)
-    if outer is typing.Literal:
-        choices = {str(choice): choice for choice in inner}
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"'{text}' is not one of {kind_name(kind)}{closest(text, choices)}")
-        return choices[text]
-    if outer in (typing.Union, types.UnionType):  # X | None
-        return None if text == "none" else convert(text, next(k for k in inner if k is not type(None)))
-    if outer in (tuple, list):
-        values = outer(convert(part.strip(), inner[0]) for part in text.split(",") if part.strip())
-        if outer is tuple and ... not in inner and len(values) != len(inner):
-            raise argparse.ArgumentTypeError(f"'{text}' is not {len(inner)} values with commas between")
-        return values
-    with suppress(ValueError):
-        if (value := kind(text)) == value:  # NaN is a float, and the right value of no option
-            return value
-    raise argparse.ArgumentTypeError(f"'{text}' is not {kind_name(kind)}")
-
-
-def kind_name(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return "|".join(map(str, typing.get_args(kind)))
-    return str(kind).removeprefix("typing.") if typing.get_args(kind) else kind.__name__
 
 
 # ------------------------------------------------------------------------------------------------------ seeds and files

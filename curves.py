@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common import BadInput, read_text
+from options import BadInput
+from common import read_text
 
 
 SPAN = 10  # steps of a trend: the tasks of a step differ more than the policy does from one step to the next

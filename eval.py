@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from curves import plot
-from common import ALONE, BadInput, Dist, cli, closest, code_version, dist, option, parse
+from options import BadInput, closest, option, parse
+from common import ALONE, Dist, cli, code_version, dist
 from common import read_json, seed_of, write_text
 
 import numpy as np

@@ -22,7 +22,8 @@ import re
 from collections import Counter, defaultdict
 from functools import lru_cache
 
-from common import cli, parse
+from options import parse
+from common import cli
 from chat import Trajectory
 from parts import LOAD_SKILL
 from checks import broken_rule, own_words, terms_of

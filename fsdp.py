@@ -23,7 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import BadInput  # before torch: it sets the OpenMP environment
+from options import BadInput
+import common  # noqa: F401  before torch: it sets the OpenMP environment
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (

@@ -39,7 +39,8 @@ from typing import Any
 
 from jsonschema.protocols import Validator
 
-from common import BadInput, cli, closest, option, parse, read_json, read_text, write_json, write_text
+from options import BadInput, closest, option, parse
+from common import cli, read_json, read_text, write_json, write_text
 from chat import REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, Turn, coerce, valid
 from parts import LOAD_SKILL, SKILL_NAME, Limits, Skill, Tool
 from parts import load_limits, load_skill, load_tool, plain_name

@@ -36,7 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from common import ALONE, BadInput, Dist, Run, cli, closest, digest, dist, model_digest, option, parse, peak_mb
+from options import BadInput, closest, option, parse
+from common import ALONE, Dist, Run, cli, digest, dist, model_digest, peak_mb
 from common import read_json, same_settings, settings, write_json, write_text
 
 import eval as evaluation

@@ -36,7 +36,8 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from common import BadInput, cli, closest, option, parse, read_text, write_text
+from options import BadInput, closest, option, parse
+from common import cli, read_text, write_text
 
 SEED = 0  # of langdetect, which guesses from a random sample of the text
 Checker = Callable[..., bool]

@@ -48,7 +48,7 @@ import numpy as np
 import torch
 
 from chat import Sample, Turn
-from common import BadInput
+from options import BadInput
 from model import Policy
 from verify import invert, target, verify
 from rows import Buffer, by_rows, forward, guess, ones, plan, recurrent_layers

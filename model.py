@@ -51,7 +51,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.utils import logging
 
 from chat import Codec
-from common import BadInput, Dist, fsync, no_leftovers, read_json, seed_of
+from options import BadInput
+from common import Dist, fsync, no_leftovers, read_json, seed_of
 
 HEAD_CHUNK = 2048  # sampled tokens per LM-head product: 2048 x 248k logits in fp32 are 2 GB
 BUCKET = 128  # lengths are padded to multiples of this: on a CPU each new shape compiles new bf16 kernels

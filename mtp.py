@@ -45,7 +45,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, read_text, settings
+from options import BadInput, option, parse
+from common import Dist, Run, Stop, cli, digest, dist, read_text, settings
 from curves import draw
 from common import checkpoints, load_checkpoint, model_digest, save_checkpoint, seed_of
 

@@ -45,7 +45,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, settings
+from options import BadInput, option, parse
+from common import Dist, Run, Stop, cli, digest, dist, settings
 from curves import draw
 from common import checkpoints, load_checkpoint, model_digest, save_checkpoint, seed_of
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal
 
-from common import cli, option, parse, seed_of
+from options import option, parse
+from common import cli, seed_of
 from chat import Call, Codec, Message, Sample, Trajectory, Turn, read_codec
 from parts import LOAD_SKILL, Skill
 from harness import Harness, print_events, run

@@ -27,7 +27,8 @@ import jsonschema
 import referencing
 import yaml
 
-from common import BadInput, read_text
+from options import BadInput
+from common import read_text
 
 LOAD_SKILL = "load_skill"  # id of the one tool that the harness itself answers
 RULES = ("opening", "must_say", "must_not_say", "closing", "max_chars")  # metadata that replies are checked for

@@ -33,7 +33,8 @@ from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from common import ALONE, BadInput, code_version, dist, option, parse, read_text, seed_of, write_json
+from options import BadInput, option, parse
+from common import ALONE, code_version, dist, read_text, seed_of, write_json
 from curves import canvas, save
 
 import numpy as np

@@ -22,7 +22,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
-from common import BadInput, read_json, seed_of
+from options import BadInput
+from common import read_json, seed_of
 from parts import RULES
 from data import layouts, names
 

@@ -47,7 +47,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from common import BadInput, Dist, Run, Stop, cli, digest, dist, model_digest, option, parse, settings
+from options import BadInput, option, parse
+from common import Dist, Run, Stop, cli, digest, dist, model_digest, settings
 from curves import draw
 from common import checkpoints, gpu_peak_mb, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
 

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from common import BadInput
+from options import BadInput
 from delta import conv_steps, recurrent
 
 GROW = 64  # the KV buffer grows by this many positions; multiples of 8 keep CUDA's masked attention on its fast path

@@ -30,7 +30,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from common import BadInput, Dist, closest, option, read_text, seed_of
+from options import BadInput, closest, option
+from common import Dist, read_text, seed_of
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match

@@ -31,7 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from common import BadInput, Dist, Run, Stop, cli, digest, dist, option, parse, settings
+from options import BadInput, option, parse
+from common import Dist, Run, Stop, cli, digest, dist, settings
 from common import checkpoints, load_checkpoint, save_checkpoint
 
 import torch

@@ -24,7 +24,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import BadInput, read_json, seed_of
+from options import BadInput
+from common import read_json, seed_of
 from chat import Trajectory
 from parts import LOAD_SKILL
 from checks import canonical

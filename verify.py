@@ -33,7 +33,7 @@ import common  # noqa: F401  before torch: it sets the OpenMP environment
 import torch
 import torch.nn.functional as F
 
-from common import BadInput
+from options import BadInput
 
 try:
     import triton

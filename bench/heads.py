@@ -21,7 +21,8 @@ from shlex import split
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import ALONE, BadInput, cli, option, parse
+from options import BadInput, option, parse
+from common import ALONE, cli
 
 import rl
 from curves import canvas, rows_of, save, trend

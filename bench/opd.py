@@ -24,7 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
-from common import BadInput, cli, option, parse, peak_mb
+from options import BadInput, option, parse
+from common import cli, peak_mb
 import torch
 import opd
 

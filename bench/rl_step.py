@@ -41,7 +41,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
-from common import ALONE, BadInput, cli, option, parse, seed_of
+from options import BadInput, option, parse
+from common import ALONE, cli, seed_of
 import torch
 import rl
 from chat import Sample, Trajectory, Turn

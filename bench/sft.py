@@ -27,7 +27,8 @@ from typing import Literal
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
-from common import ALONE, BadInput, cli, option, parse
+from options import BadInput, option, parse
+from common import ALONE, cli
 import torch
 import sft
 from harness import Harness

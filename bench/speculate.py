@@ -23,7 +23,8 @@ from typing import Literal
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
-from common import BadInput, cli, option, parse, seed_of
+from options import BadInput, option, parse
+from common import cli, seed_of
 from chat import Turn
 from harness import Harness, run
 from sim import World, make_task

@@ -27,7 +27,8 @@ from shlex import split
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import BadInput, cli, closest, option, parse, write_text
+from options import BadInput, closest, option, parse
+from common import cli, write_text
 
 import rl
 from curves import rows_of

@@ -23,7 +23,8 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import BadInput, cli, option, parse
+from options import BadInput, option, parse
+from common import cli
 import torch
 from delta import recurrent
 from replay import measured_bandwidth

@@ -28,7 +28,8 @@ from tokenizers import Tokenizer  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from chat import REPLY, Codec, Message  # noqa: E402
-from common import BadInput, seed_of, write_text  # noqa: E402
+from options import BadInput  # noqa: E402
+from common import seed_of, write_text  # noqa: E402
 from data import general, random_harness  # noqa: E402
 
 SOURCES = ("quotation", "copy", "ifeval", "routing", "reading", "dialogue")

@@ -43,7 +43,8 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import GenerationConfig, PreTrainedTokenizerFast  # noqa: E402
 
-from common import BadInput, Stop, cli, option, parse, seed_of  # noqa: E402
+from options import BadInput, option, parse  # noqa: E402
+from common import Stop, cli, seed_of  # noqa: E402
 from data.base_samples import HELD_OUT, SAID, SOURCES, echo, make_data, padded, quotation, tokenizer_file  # noqa: E402
 
 Shares = tuple[float, float, float, float, float, float]  # one for each of SOURCES

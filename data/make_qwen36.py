@@ -24,7 +24,8 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import cli, option, parse, write_json, write_text  # noqa: E402
+from options import option, parse  # noqa: E402
+from common import cli, write_json, write_text  # noqa: E402
 
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402

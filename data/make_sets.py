@@ -39,7 +39,8 @@ from tqdm import tqdm  # noqa: E402
 
 from augment import DIMENSIONS, ENVELOPE, Draft, augment, bank, language, mention  # noqa: E402
 from chat import Codec, read_codec  # noqa: E402
-from common import BadInput, cli, option, parse, read_json, read_text, seed_of, write_json, write_text  # noqa: E402
+from options import BadInput, option, parse  # noqa: E402
+from common import cli, read_json, read_text, seed_of, write_json, write_text  # noqa: E402
 from data import general  # noqa: E402
 from facts import score  # noqa: E402
 from harness import Harness  # noqa: E402

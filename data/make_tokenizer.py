@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from chat import Codec  # noqa: E402
-from common import BadInput, cli, parse, write_json, write_text  # noqa: E402
+from options import BadInput, parse  # noqa: E402
+from common import cli, write_json, write_text  # noqa: E402
 from data import base_words, general, names, random_harness  # noqa: E402
 
 

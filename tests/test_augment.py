@@ -16,7 +16,7 @@ from augment import DIMENSIONS, FOLDER_KINDS, KINDS, Envelope, augment
 from reword import POOLS, bank, new_name
 from chat import Call, Codec, Message
 from checks import Hook, Moment
-from common import BadInput
+from options import BadInput
 from data import names as base_names
 from facts import REWARDS, score
 from harness import Harness, assemble

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import common
 from chat import REPLY, Call, Codec, Message
-from common import BadInput
+from options import BadInput
 from data import base_samples, general, make_base, make_tokenizer, names, random_harness
 
 BASE = make_tokenizer.ROOT / "data" / "base-small"

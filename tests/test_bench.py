@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from common import BadInput
+from options import BadInput
 from chat import Codec, Trajectory
 from facts import score
 from harness import Harness

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from chat import ENV, MAX_DEPTH, REPLY, TOOL, Call, Codec, Message, Sample, Trajectory, coerce, parse_calls, read_codec
-from common import BadInput
+from options import BadInput
 from harness import Harness, run
 from sim import NO_FAULTS, Faults, World, make_task
 from oracle import Oracle

@@ -15,7 +15,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_recurrent
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule as one_by_one_next
 
 import delta as room
-from common import BadInput
+from options import BadInput
 from delta import conv_steps, recurrent
 from rows import Buffer, by_rows
 from test_rows import feed, toy

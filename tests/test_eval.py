@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 import eval as ev  # the room's name is that of a built-in function
 from chat import REPLY, TOOL, Codec, Message, Trajectory
-from common import BadInput
+from options import BadInput
 from data import make_sets
 from data.make_sets import SETS, Sets
 from facts import REWARDS

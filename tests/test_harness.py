@@ -12,7 +12,7 @@ import yaml
 
 from chat import Call, Message, Sample
 from checks import EVENTS, MARKUP, Deny, Hook, Rewrite
-from common import BadInput
+from options import BadInput
 from harness import Harness, assemble, main, run
 from parts import Skill, Tool
 from sim import World, make_task

@@ -11,7 +11,8 @@ import pytest
 
 from chat import Sample
 from checks import Hook
-from common import BadInput, seed_of
+from options import BadInput
+from common import seed_of
 from data.random_harness import random_harness
 from facts import score
 from harness import Harness, assemble

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 import hat
-from common import BadInput
+from options import BadInput
 
 ROOT = Path(__file__).parent.parent
 

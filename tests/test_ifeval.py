@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import ifeval
-from common import BadInput
+from options import BadInput
 from data import general
 from ifeval import BILINGUAL, INSTRUCTIONS, check, summary
 

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from chat import Codec, Turn
-from common import BadInput
+from options import BadInput
 from infer import Engine, argmax, sample
 from model import MTP, Policy, create, pad_batch, token_logps
 

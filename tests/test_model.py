@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import model as module
-from common import BadInput
+from options import BadInput
 from model import create, hidden_states, layers_of, load, pad_batch, recompute, shared_prefix, token_logps
 
 

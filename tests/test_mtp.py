@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 import mtp
-from common import ALONE, BadInput
+from options import BadInput
+from common import ALONE
 from model import MTP, hidden_states, load, optimizer_step, pad_batch, token_logps
 from test_model import small
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mtp
-from common import BadInput
+from options import BadInput
 from model import load
 from test_model import create, toy_tokenizer
 from test_mtp import bytes_of, heads, rewrite, without_head

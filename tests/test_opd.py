@@ -19,7 +19,7 @@ from torch import nn
 
 import opd
 from chat import Codec, Sample, Trajectory
-from common import BadInput
+from options import BadInput
 from model import create, load, pad_batch, token_logps
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-import common
+from options import BadInput
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -248,5 +248,5 @@ def test_sft_and_mtp_run_on_it(qwen36_dir, tmp_path):
 
 
 def test_options_are_checked(tmp_path):
-    with pytest.raises(common.BadInput, match="--experts: 'fuse' is not one of fused|single; did you mean fused"):
+    with pytest.raises(BadInput, match="--experts: 'fuse' is not one of fused|single; did you mean fused"):
         make_qwen36.main(["--out", str(tmp_path), "--experts", "fuse"])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import common
+from options import BadInput
 import numpy as np
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_bad_lines_are_named(files, tmp_path, line, message):
     lines = rows.read_text(encoding="utf-8").splitlines()
     lines[1] = json.dumps(json.loads(lines[1]) | line) if isinstance(line, dict) else line
     (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(common.BadInput, match=message):
+    with pytest.raises(BadInput, match=message):
         infer.main(["replay", "--model", "none", "--set", str(tmp_path / "rows.jsonl"), *words])
 
 
@@ -207,12 +208,12 @@ def test_bad_lines_are_named(files, tmp_path, line, message):
 def test_bad_options_leave_nothing(model_dir, files, tmp_path, words, message):
     rows, flags = files
     flags = ["--model", str(model_dir), "--set", str(rows), *flags, "--out", str(tmp_path / "out"), *words]
-    with pytest.raises(common.BadInput, match=message):
+    with pytest.raises(BadInput, match=message):
         infer.main(["replay", *flags])
     assert not list(tmp_path.iterdir())
 
 
 def test_infer_takes_one_command():
     for words in ([], ["serve"]):
-        with pytest.raises(common.BadInput, match="infer.py takes a command: replay"):
+        with pytest.raises(BadInput, match="infer.py takes a command: replay"):
             infer.main(words)

@@ -19,7 +19,7 @@ from augment import augment
 from parts import RULES, Skill
 import reword
 from reword import POOLS, Endpoint, bank, new_format, some_of, unfaithful
-from common import BadInput
+from options import BadInput
 from harness import FORMATS, Harness
 from data import names as base_names
 from data import base_words

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import common
+from options import BadInput
 
 import pytest
 import torch
@@ -447,7 +448,7 @@ def test_more_steps_are_the_same_run_if_the_learning_rate_is_constant(flags, tmp
     inputs = {"harness_commit": rl.Harness.load(cfg.harness).commit, "world_digest": common.digest(cfg.world)}
     common.Run(str(tmp_path / "run"), common.settings(cfg) | inputs)
     (tmp_path / "run" / "ckpt-000001").mkdir()  # a damaged one: where the run would go on, it stops here
-    with pytest.raises(common.BadInput, match="files.json" if lr_end == "1.0" else "steps was 2 and is now 9"):
+    with pytest.raises(BadInput, match="files.json" if lr_end == "1.0" else "steps was 2 and is now 9"):
         rl.main([*words, "--resume", "--steps", "9"])
 
 
@@ -560,7 +561,7 @@ def test_one_rank_that_fails_ends_them_all_with_its_error(flags, tmp_path):
     ],
 )
 def test_bad_input_is_one_line_and_leaves_no_directory(flags, tmp_path, words, message):
-    with pytest.raises(common.BadInput, match=message):
+    with pytest.raises(BadInput, match=message):
         rl.main([*flags, "--out", str(tmp_path / "run"), *words])
     assert not list(tmp_path.iterdir())
 
@@ -569,7 +570,7 @@ def test_a_step_in_which_nothing_was_sampled_is_refused(flags, policy, tmp_path)
     """FAULTS 7."""
     cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--context", "40"])
     engine = rl.Engine(policy, 4, cfg.context)
-    with pytest.raises(common.BadInput, match="no rollout sampled a token"):
+    with pytest.raises(BadInput, match="no rollout sampled a token"):
         rl.train_step(1, engine, rl.Actors(policy, None), jobs(cfg), cfg, common.ALONE)
 
 

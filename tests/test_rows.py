@@ -7,7 +7,7 @@ import torch
 from transformers import GraniteConfig, GraniteForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from common import BadInput
+from options import BadInput
 from rows import SAVED, Buffer, by_rows, forward, plan, recurrent_layers
 from test_infer import HYBRID, of_family
 

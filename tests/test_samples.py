@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 import samples
 from chat import Call, Codec, Message, Sample, Trajectory
 from checks import Hook
-from common import ALONE, BadInput
+from options import BadInput
+from common import ALONE
 from harness import Harness, run
 from parts import LOAD_SKILL
 from reword import Endpoint as Rewriter

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 import eval as ev  # the room's name is that of a built-in function
 from augment import SENTENCE, augment, bank
 from chat import Codec
-from common import BadInput
+from options import BadInput
 from data import base_words, general, make_sets
 from data.make_sets import CHANGES, EXTRA_TOOLS, NOISE_LINES, SETS, Sets, make_row, make_rows, needed, stage, variant
 from facts import score

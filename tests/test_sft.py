@@ -16,7 +16,7 @@ import torch
 
 import sft
 from chat import Trajectory
-from common import BadInput
+from options import BadInput
 from model import load
 from samples import trained
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common import BadInput, seed_of
+from options import BadInput
+from common import seed_of
 from data.random_harness import random_harness
 from facts import REWARDS, says, score
 from harness import Harness

@@ -11,10 +11,23 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # A file imports only files that stand before it.
-ORDER = "common curves chat parts checks harness reword augment sim oracle facts samples model fsdp mtp"
+ORDER = "options common curves chat parts checks harness reword augment sim oracle facts samples model fsdp mtp"
 ORDER = f"{ORDER} verify delta rows infer ifeval judge eval replay sft opd objective rl hat evolve".split()
 STAGES = {"sft", "opd", "rl", "hat", "evolve"}  # never import each other; hat alone puts them together
-TORCH_FREE = ["chat", "parts", "checks", "harness", "reword", "augment", "sim", "oracle", "facts", "samples", "ifeval"]
+TORCH_FREE = [
+    "options",
+    "chat",
+    "parts",
+    "checks",
+    "harness",
+    "reword",
+    "augment",
+    "sim",
+    "oracle",
+    "facts",
+    "samples",
+    "ifeval",
+]
 SHADOWS = {"utils.py", "types.py", "trace.py", "tokenize.py"}  # one says nothing, the others hide the standard library
 
 here = [name for name in ORDER if (ROOT / f"{name}.py").exists()]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import verify as room
-from common import BadInput
+from options import BadInput
 from infer import argmax, sample
 from verify import triton, verify
 
