@@ -307,7 +307,7 @@ def test_another_number_of_steps_is_another_run(tmp_path):
 
 
 def test_samples_are_kept_by_all_the_code_that_makes_them():
-    """Every module of ours that base_samples.py stands on, but for options.py and common.py, which decide on no sample."""
+    """Every module that base_samples.py stands on, but for options.py and common.py, which decide on no sample."""
     look = "import sys, data.base_samples; print(*(getattr(m, '__file__', 0) for m in sys.modules.values()))"
     done = subprocess.run(
         [sys.executable, "-c", look], cwd=base_samples.ROOT, capture_output=True, text=True, check=True
