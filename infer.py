@@ -29,9 +29,9 @@ Without a deadline a run is reproducible, on a CPU bit for bit; in another batch
 
 For Hugging Face causal LMs whose layers have full attention and take an attention function of ours, or gated-delta
 recurrence (tested with Qwen2, Qwen3, Llama, Qwen3-Next and the text model of Qwen3.5 and 3.6 with experts); others are
-refused. The device is the model's; tested on CPU, not yet on CUDA.
-Left out: CUDA graphs of the decode step (its rows come and go), trees of drafts and sampled drafts, sliding windows,
-paged memory, tensor parallelism; a serving engine has those.
+refused. The device is the model's; tested on CPU, not yet on CUDA, where steps of few rows are replayed (graphs.py).
+Left out: trees of drafts and sampled drafts, sliding windows, paged memory, tensor parallelism; a serving engine has
+those.
 """
 
 import math
@@ -41,6 +41,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import common  # noqa: F401  before torch: it sets the OpenMP environment
@@ -52,6 +53,7 @@ from options import BadInput
 from model import Policy
 from verify import invert, target, verify
 from rows import Buffer, by_rows, forward, guess, ones, plan, recurrent_layers
+from graphs import CudaGraph, Graphs
 
 BUDGET = 4096  # tokens of new prompts in one step, the others wait for the next: bounds the activations
 GRACE = 1.0  # seconds that a loop may run on after its deadline, to end in order, before it counts as stuck
@@ -138,6 +140,7 @@ class Engine:
         self.temperature, self.top_p, self.top_k, self.drafts = temperature, top_p, top_k, drafts
         self.vocab = policy.codec.vocab_size  # ids from here on are padding of the head and are never sampled
         self.stop_ids = frozenset(policy.codec.stop_ids)
+        self.record = CudaGraph if policy.model.device.type == "cuda" else None
         self.stats: dict[str, float] = {}
         self.times = np.empty((0, 3))
 
@@ -149,7 +152,8 @@ class Engine:
         program and comes through. None stands for a loop that was stuck in a tool at its deadline.
 
         stats: sampled, prefilled (tokens computed at the start of turns), reused (tokens that were not), turns, steps,
-        expired, stuck, nan (rollouts cut by a NaN), seconds, model_s, loop_s, tokens_per_s (sampled), loop_ms_per_turn.
+        expired, stuck, nan (rollouts cut by a NaN), seconds, model_s, loop_s, tokens_per_s (sampled), loop_ms_per_turn,
+        replayed (passes that came from CUDA graphs).
         With an MTP head also draft_s, drafted (tokens), accepted (how often 0, 1, .. drafts of a row were right),
         yielded (tokens of these verifications) and accepted_length (of each), in its two conventions acceptance =
         accepted_length / (drafts + 1) and draft_acceptance = right drafts / drafted.
@@ -167,7 +171,9 @@ class Engine:
         self.waiting = deque(zip(range(len(rollouts)), rollouts, seeds, strict=True))
         self.rows: list[Row] = []  # rows[i] owns row i of the buffer; a gap is closed at once
         self.inbox = SimpleQueue()  # (row, what its loop answered, seconds it took)
-        self.buffer = Buffer(self.policy.model, min(self.slots, len(rollouts)), extra=len(heads))
+        self.graphs = Graphs(self.record)
+        slots, grow = min(self.slots, len(rollouts)), self.graphs.grow
+        self.buffer = Buffer(self.policy.model, slots, extra=len(heads), grow=grow)
         self.tokens = np.zeros((self.buffer.slots, self.context + 1), dtype=np.int64)
         self.times = np.full((len(rollouts), 3), math.nan)
         self.began = began = time.perf_counter()
@@ -178,7 +184,8 @@ class Engine:
                     if any(row.state != "away" for row in self.rows):
                         self._step()
         finally:
-            self.buffer = None  # its memory is the trainer's now
+            stats["replayed"], self.record = self.graphs.replayed, self.graphs.record  # None where it cannot
+            self.buffer = self.graphs = None  # their memory is the trainer's now
         stats["seconds"] = time.perf_counter() - began
         stats["tokens_per_s"] = stats["sampled"] / stats["seconds"]
         stats["loop_ms_per_turn"] = 1000 * stats["loop_s"] / max(1, stats["turns"])
@@ -296,7 +303,7 @@ class Engine:
         width = 1 + int(drafts.max())
         self.buffer.reserve(int((past + new).max()))
         step = plan(self.buffer, self.tokens, past, new, width, counts=fresh + drafts, hold=width > 1)
-        hidden = forward(self.policy.model, step)  # (T, H)
+        hidden = self.graphs("model", partial(forward, self.policy.model), step)  # (T, H)
         done = [n > 0 and r.cached + n == r.length for r, n in zip(self.rows, fresh.tolist())]
         tokens, logps, right = self._sample(self._logits(hidden, new, drafts), drafts, done)
         now = time.perf_counter()
@@ -450,7 +457,8 @@ class Engine:
             hidden = hidden[torch.from_numpy(index).to(hidden.device)]
         width = int(max(read[read <= self.drafts + 1], default=1))
         step = plan(self.buffer, self.tokens, past, read, width, ahead=1)
-        state, guesses = guess(self.policy.model, self.head, step, hidden), []  # (T, H)
+        first = partial(guess, self.policy.model, self.head)
+        state, guesses = self.graphs("head", first, step, hidden), []  # (T, H)
         position = step.position
         if len(state) > n:
             last = torch.from_numpy(last).to(state.device)
@@ -458,7 +466,7 @@ class Engine:
         for _ in range(most):
             if guesses:
                 position = position + 1
-                state = guess(self.policy.model, self.head, ones(self.buffer, guesses[-1], position), state, own=True)
+                state = self.graphs("own", partial(first, own=True), ones(self.buffer, guesses[-1], position), state)
             logits = self.policy.model.get_output_embeddings()(state)[:, : self.vocab]
             guesses.append(logits.argmax(-1))  # (N,)
         if most:

@@ -36,7 +36,7 @@ from transformers import AttentionInterface
 from options import BadInput
 from delta import conv_steps, recurrent
 
-GROW = 64  # the KV buffer grows by this many positions; multiples of 8 keep CUDA's masked attention on its fast path
+GROW = 64  # positions by which the KV buffer grows; multiples of 8 keep CUDA's masked attention on its fast path
 SAVED = 16  # recurrent states of prompts that are kept for rows to come; the one unused for longest makes room
 # of a config; where a model lists its layers, the list says which of them slide
 UNKNOWN = ("sliding_window", "logits_scaling", "logit_scale", "final_logit_softcapping")
@@ -67,14 +67,15 @@ def recurrent_layers(model, name="the model"):
 class Buffer:
     """Keys, values and recurrent states of all rows.
 
-    keys, values: {layer: (slots, KV, L, D)}, L growing with the longest row; `extra` more layers after the model's own.
+    keys, values: {layer: (slots, KV, L, D)}, L growing with the longest row, `grow` positions at a time; `extra` more
+    layers after the model's own.
     conv (R, slots + SAVED, C, K - 1) and delta (R, slots + SAVED, H, Dk, Dv) fp32: the last inputs of the convolution
     and the S of R gated-delta layers; a row's stand where its next token will follow. Keys grow, rather than being cut
     from tensors of full length, so that the first N rows are contiguous.
     """
 
     @torch.inference_mode()
-    def __init__(self, model, slots, extra=0):
+    def __init__(self, model, slots, extra=0, grow=GROW):
         config = model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -85,7 +86,7 @@ class Buffer:
         empty = torch.empty(slots, kv_heads, 0, head_dim, dtype=self.dtype, device=self.device)
         self.keys = {i: empty for i in range(config.num_hidden_layers + extra) if i not in self.order}
         self.values = dict(self.keys)
-        self.slots, self.length = slots, 0
+        self.slots, self.length, self.grow = slots, 0, grow
         self.zero, self.never = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=self.device)
         self.saved = {}  # {place in conv and delta: (slot, position)}, the last used at the end
         self.conv = self.delta = None
@@ -100,7 +101,7 @@ class Buffer:
     @torch.inference_mode()
     def reserve(self, length):
         if length > self.length:
-            more = -(-length // GROW) * GROW - self.length
+            more = -(-length // self.grow) * self.grow - self.length
             for tensors in (self.keys, self.values):
                 for i in tensors:  # one at a time: the peak is little more than the result
                     tensors[i] = F.pad(tensors[i], (0, 0, 0, more))

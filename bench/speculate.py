@@ -60,7 +60,7 @@ def main(argv):
         raise BadInput(f"{cfg.model}: has no MTP head to draft with; mtp.py makes one from a model and its rollouts")
     prompts = requests(policy.codec, cfg)
     levels = [1 << i for i in range(cfg.most.bit_length())]
-    first, ratios, same = {}, {}, True
+    first, ratios, same, replays = {}, {}, True, {}
     weights = sum(p.numel() for p in policy.model.parameters()) / 1e6
     print(f"{weights:.1f} M weights, {cfg.dtype}, {cfg.device}, {torch.get_num_threads()} threads, {cfg.drafts} drafts")
     print(f"{cfg.requests} requests, prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens\n")
@@ -71,16 +71,22 @@ def main(argv):
     print("concurrency " + "".join(f"{name:>10}" for name in names))
     for level in levels:
         sides = [Engine(policy, level, cfg.context, drafts=k) for k in (cfg.drafts, 0)]
-        speeds = [[], [], []]
+        launched = Engine(policy, level, cfg.context)
+        launched.record = None  # where the others replay CUDA graphs
+        speeds, gains = [[], [], []], []
         for repeat in range(cfg.repeats + 1):
             mine = prompts if repeat else prompts[:level]  # to warm up: first calls allocate and compile
             (a, ours), (b, plain) = (serve(side, mine, cfg.new) for side in sides)
             theirs = generate(policy, mine, level, cfg)
+            if repeat and cfg.device == "cuda":
+                c, speed_of_launches = serve(launched, mine, cfg.new)
+                same &= b == c
+                gains.append(plain / speed_of_launches)
             if repeat:
                 same &= a == b
                 for side, runs in zip((ours, plain, theirs), speeds):
                     runs.append(side)
-        stats = sides[0].stats
+        stats, replays[level] = sides[0].stats, gains and statistics.median(gains)
         ratios = [statistics.median(x / y for x, y in zip(speeds[0], other)) for other in speeds[1:]]
         first = first or dict(zip(("ratio_vs_plain", "ratio_vs_generate"), ratios)) | {
             "accepted_length": stats["accepted_length"]
@@ -93,6 +99,8 @@ def main(argv):
         figures += "".join(f"{each['tokens_per_s']:10.0f}" for each in read)
         print(f"{level:<12}{figures}{accepted}{'yes' if a == b else 'NO':>11}")
     print(f"\ndrafts accepted at once, 0 to {cfg.drafts}: {stats['accepted']}")
+    if cfg.device == "cuda":
+        print("plain, beside the same without CUDA graphs:", ", ".join(f"{n}: {x:.2f} x" for n, x in replays.items()))
     print(json.dumps({"bench": "speculate"} | {k: round(x, 3) for k, x in first.items()} | {"identical": same}))
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 # A file imports only files that stand before it.
 ORDER = "options common curves chat parts checks harness reword augment sim oracle facts samples model fsdp mtp"
-ORDER = f"{ORDER} verify delta rows infer ifeval judge eval replay sft opd objective rl hat evolve".split()
+ORDER = f"{ORDER} verify delta rows graphs infer ifeval judge eval replay sft opd objective rl hat evolve".split()
 STAGES = {"sft", "opd", "rl", "hat", "evolve"}  # never import each other; hat alone puts them together
 TORCH_FREE = [
     "options",
