@@ -21,7 +21,7 @@ from options import BadInput
 from data import make_sets
 from data.make_sets import SETS, Sets
 from facts import REWARDS
-from harness import main as harness_main
+from browse import main as browse
 from test_chat import teach
 
 ROOT = Path(__file__).parent.parent
@@ -219,7 +219,7 @@ def test_a_run_leaves_its_result_twice_the_same(place, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "T3-prompt" in out and "0.0 [0.0, 60.0]*" in out and "cannot tell" in out
     assert "5 of 5 answers of T4 were cut: more --reply-tokens" in out
-    harness_main(["trace", str(tmp_path / "t.jsonl"), "--count", "25"])
+    browse(["trace", str(tmp_path / "t.jsonl"), "--count", "25"])
     assert capsys.readouterr().out.count("[length]") == 25
     ev.main(flags(place, *words, "--seed", "1", "--sets", "T1,T4", "--out", tmp_path / "seed.json"))
     others = {t.events[0]["id"]: t.ids for t in stored_rollouts(tmp_path / "t.jsonl")}

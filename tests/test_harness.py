@@ -13,7 +13,7 @@ import yaml
 from chat import Call, Message, Sample
 from checks import EVENTS, MARKUP, Deny, Hook, Rewrite
 from options import BadInput
-from harness import Harness, assemble, main, run
+from harness import Harness, assemble, run
 from parts import Skill, Tool
 from sim import World, make_task
 from test_chat import HERMES, XML, teach
@@ -510,40 +510,3 @@ def test_yaml_front_matter_of_a_saved_skill_is_plain(shipped, tmp_path):
 
 def test_a_deny_needs_no_detail():
     assert Deny().detail == "" and Rewrite("x").value == "x"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# commands
-
-
-def test_trace_shows_the_worst_first_and_names_a_torn_line(shipped, tmp_path, capsys):
-    t = teach(shipped, make_task(WORLD, 0), HERMES, 0)
-    path = tmp_path / "t.jsonl"
-    rows = [json.dumps(replace(t, seed=i, rewards={"tool": r}).to_dict()) for i, r in enumerate((1.0, None, 0.5))]
-    path.write_text("\n".join([*rows, ""]), encoding="utf-8")
-    main(["trace", str(path), "--count", "2"])
-    out = capsys.readouterr().out
-    assert out.index("== seed 2 ") < out.index("== seed 0 ") and "== seed 1 " not in out  # unscored: last
-    for bad in (rows[0][:50], "[]", "3", '{"when": 1}', '{"ids": [1]}'):
-        path.write_text("\n".join([rows[0], bad]), encoding="utf-8")
-        with pytest.raises(BadInput, match=r"t\.jsonl:2: not a stored rollout"):
-            main(["trace", str(path)])
-    for bad in ({"events": [{}]}, {"rewards": {"tool": "x"}}, {"events": [{"event": "reply", "text": 1}]}):
-        path.write_text(json.dumps(t.to_dict() | bad), encoding="utf-8")
-        with pytest.raises(BadInput, match=r"t\.jsonl: not stored rollouts"):
-            main(["trace", str(path)])
-
-
-@pytest.mark.parametrize("argv", [[], ["shw"], ["trace"], ["trace", "--count"], ["show", "--no-such"], ["--seed", "3"]])
-def test_wrong_commands_are_one_line(argv):
-    with pytest.raises(BadInput):
-        main(argv)
-
-
-def test_help_and_show(capsys):
-    for word in ("-h", "--help"):
-        with pytest.raises(SystemExit) as end:
-            main([word])
-        assert end.value.code == 0 and "--greedy" in capsys.readouterr().out
-    main(["show", "--harness", str(SHIPPED), "--world", str(ROOT / "data" / "world" / "zh.json")])
-    assert "[system]" in capsys.readouterr().out
