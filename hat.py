@@ -3,6 +3,7 @@
     base -> hsa-sft -> hsa-opd -> hat            SFT under many harnesses, distillation from the base, RL under many
     base -> fixed-sft -> fixed-opd               the control: SFT under one harness, repaired by OPD
             hsa-opd -> fixed-rl                  RL under one harness
+    base -> hsa-sft-no-tool ...                  SFT under harnesses in which one dimension stays as it is
 
 Each name is a run directory below OUT/seed-N, made by the stage's own main: what `python sft.py`, `opd.py`, `rl.py` and
 `eval.py` would do one after the other. Rows of the table share what they have in common. A finished stage (its model is
@@ -11,7 +12,7 @@ add seeds, `--ablate` or `--leave-out` to what is there.
 
     python hat.py --config small                             # HAT and the base side by side
     python hat.py --config small --ablate --seeds 0,1,2      # every row of the ablation
-    python hat.py --ablate --leave-out tool,hook             # and HAT without these dimensions of HSA: a second table
+    python hat.py --ablate --leave-out tool,hook             # and HSA-SFT without one dimension each: a second table
     python hat.py --sft="--lr 5e-4 --epochs 3" --rl="--steps 40"     # options of a stage, as it takes them itself
     python hat.py --out runs/hat-small --resume --ablate     # all rows, on top of what is there
     torchrun --nproc_per_node=4 hat.py                       # every stage in as many processes
@@ -68,9 +69,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = a GPU per process if there are any")
     seeds: tuple[int, ...] = option((0,), "all is done once for each")
     ablate: bool = option(False, "every row of the ablation")
-    leave_out: tuple[str, ...] = option(
-        (), f"dimensions of HSA, each left out of a HAT of its own: {', '.join(DIMENSIONS)}"
-    )
+    leave_out: tuple[str, ...] = option((), f"dimensions, each left out of an HSA-SFT: {', '.join(DIMENSIONS)}")
     sft: str = option("", "more options of sft.py, in one text")
     opd: str = option("", "more options of opd.py")
     rl: str = option("", "more options of rl.py")
@@ -111,25 +110,21 @@ HAT = "+HSA-RL (HAT)"
 def plan(cfg: Config) -> dict[str, Step]:
     """Steps of one seed by name, in an order in which each comes after what it starts from."""
     gently = GENTLY.get(cfg.config, ())
-
-    def chain(end: str = "", *options: str) -> dict[str, Step]:
-        return {
-            f"hsa-sft{end}": Step("sft", BASE, (*HSA, *options)),
-            f"hsa-opd{end}": Step("opd", f"hsa-sft{end}"),
-            f"hat{end}": Step("rl", f"hsa-opd{end}", (*HSA, *gently, *options)),
-        }
-
-    steps = chain()
+    steps = {
+        "hsa-sft": Step("sft", BASE, HSA),
+        "hsa-opd": Step("opd", "hsa-sft"),
+        "hat": Step("rl", "hsa-opd", (*HSA, *gently)),
+    }
     if cfg.ablate:
         steps |= {"fixed-sft": Step("sft", BASE, FIXED), "fixed-opd": Step("opd", "fixed-sft")}
         steps |= {"fixed-rl": Step("rl", "hsa-opd", (*FIXED, *gently))}
-    for dimension in cfg.leave_out:
-        steps |= chain(without(dimension), "--leave-out", dimension)
+    for dimension in cfg.leave_out:  # of SFT, which teaches reading a harness; what RL adds is within its spread
+        steps[without(dimension)] = Step("sft", BASE, (*HSA, "--leave-out", dimension))
     return steps
 
 
 def without(dimension: str) -> str:
-    return f"-no-{dimension}"
+    return f"hsa-sft-no-{dimension}"
 
 
 def tables(cfg: Config) -> dict[str, dict[str, str]]:
@@ -137,9 +132,8 @@ def tables(cfg: Config) -> dict[str, dict[str, str]]:
     shown = ROWS if cfg.ablate else {label: ROWS[label] for label in ("Base", HAT)}
     out = {"Ablation" if cfg.ablate else "HAT": shown}
     if cfg.leave_out:
-        out["One dimension of HSA left out"] = {"HAT": "hat"} | {
-            f"without {d}": "hat" + without(d) for d in cfg.leave_out
-        }
+        rest = {f"without {dimension}": without(dimension) for dimension in cfg.leave_out}
+        out["One dimension of HSA left out of SFT"] = {"HSA-SFT": "hsa-sft"} | rest
     return out
 
 

@@ -37,21 +37,20 @@ def test_hat_alone():
 def test_the_ablation_shares_what_its_rows_have_in_common():
     cfg = config("--ablate", "--leave-out", "tool,hook")
     steps = hat.plan(cfg)
-    assert len(steps) == 12
+    assert len(steps) == 8
     for number, (name, step) in enumerate(steps.items()):
         assert step.after == "base" or step.after in list(steps)[:number], name
     after = {name: step.after for name, step in steps.items()}
     assert after["fixed-opd"] == "fixed-sft" and after["fixed-rl"] == after["hat"] == "hsa-opd"
-    assert after["hat-no-tool"] == "hsa-opd-no-tool" and after["hsa-opd-no-tool"] == "hsa-sft-no-tool"
     ablation, second = hat.tables(cfg).values()
     labels = "Base Fixed-SFT Fixed-SFT+OPD HSA-SFT HSA-SFT+OPD +Fixed-RL +HSA-RL_(HAT)".replace("_", " ").split(" ")
     assert " ".join(ablation) == " ".join(labels)
-    assert second == {"HAT": "hat", "without tool": "hat-no-tool", "without hook": "hat-no-hook"}
+    assert second == {"HSA-SFT": "hsa-sft", "without tool": "hsa-sft-no-tool", "without hook": "hsa-sft-no-hook"}
     assert {*ablation.values(), *second.values()} <= {"base", *steps}
 
 
 def test_words_of_each_stage():
-    """The mode and what is left out reach SFT and RL, the base is OPD's teacher, options of the user come last."""
+    """The mode reaches SFT and RL, what is left out SFT, the base is OPD's teacher, options of the user come last."""
     cfg = config("--config", "tiny", "--model", "B", "--ablate", "--leave-out", "tool", "--sft=--lr 1 --epochs 3")
     steps, place = hat.plan(cfg), Path("P")
     line = {name: hat.words(cfg, 7, name, step, place) for name, step in steps.items()}
@@ -68,10 +67,8 @@ def test_words_of_each_stage():
     assert (c.model, c.out, c.seed, c.lr, c.epochs, c.batch) == ("B", str(place / "fixed-sft"), 7, 1.0, 3, 2)
     c = hat.parse(hat.opd.Config, hat.opd.PRESETS, line["fixed-opd"])
     assert (c.model, c.teacher, c.out) == (str(place / "fixed-sft" / "model"), "B", str(place / "fixed-opd"))
-    for name, mode, dimension in (("hat", "hsa", None), ("fixed-rl", "fixed", None), ("hat-no-tool", "hsa", "tool")):
-        words = line[name]
-        assert words[words.index("--harness-mode") + 1] == mode
-        assert dimension is None or words[words.index("--leave-out") + 1] == dimension
+    for name, mode in (("hat", "hsa"), ("fixed-rl", "fixed")):
+        assert line[name][line[name].index("--harness-mode") + 1] == mode
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,7 +92,6 @@ class RL:
     lr: float = 0.0
     think_free: int = 0
     think_full: int = 1
-    leave_out: str = "none"
     resume: bool = False
 
 
@@ -217,7 +213,7 @@ def test_rows_and_seeds_are_added_to_what_is_there(tmp_path, calls, capsys):
     calls.seen.clear()
     run(tmp_path, "--resume", "--ablate", "--leave-out", "hook", "--seeds", "0,1")
     stages = [seen for seen in calls.seen if seen[0] != "eval"]
-    assert len(stages) == 6 + 9 and not any(resumed for *_, resumed in stages)
+    assert len(stages) == 4 + 7 and not any(resumed for *_, resumed in stages)
     assert ("sft", "hsa-sft", 0, False) not in stages and ("sft", "hsa-sft", 1, False) in stages
     rated = [seen[1:3] for seen in calls.seen if seen[0] == "eval"]
     assert len(rated) == len(set(rated)) == 7 - 2 + 1 + 6 + 1 and ("base", 0) not in rated
