@@ -140,7 +140,6 @@ class Engine:
         self.temperature, self.top_p, self.top_k, self.drafts = temperature, top_p, top_k, drafts
         self.vocab = policy.codec.vocab_size  # ids from here on are padding of the head and are never sampled
         self.stop_ids = frozenset(policy.codec.stop_ids)
-        self.record = CudaGraph if policy.model.device.type == "cuda" else None
         self.stats: dict[str, float] = {}
         self.times = np.empty((0, 3))
 
@@ -171,7 +170,7 @@ class Engine:
         self.waiting = deque(zip(range(len(rollouts)), rollouts, seeds, strict=True))
         self.rows: list[Row] = []  # rows[i] owns row i of the buffer; a gap is closed at once
         self.inbox = SimpleQueue()  # (row, what its loop answered, seconds it took)
-        self.graphs = Graphs(self.record)
+        self.graphs = Graphs(self.recorder())
         slots, grow = min(self.slots, len(rollouts)), self.graphs.grow
         self.buffer = Buffer(self.policy.model, slots, extra=len(heads), grow=grow)
         self.tokens = np.zeros((self.buffer.slots, self.context + 1), dtype=np.int64)
@@ -184,8 +183,10 @@ class Engine:
                     if any(row.state != "away" for row in self.rows):
                         self._step()
         finally:
-            stats["replayed"], self.record = self.graphs.replayed, self.graphs.record  # None where it cannot
+            stats["replayed"] = self.graphs.replayed.total()
             self.buffer = self.graphs = None  # their memory is the trainer's now
+            if stats["replayed"]:
+                torch.cuda.empty_cache()  # that of graphs is theirs until then
         stats["seconds"] = time.perf_counter() - began
         stats["tokens_per_s"] = stats["sampled"] / stats["seconds"]
         stats["loop_ms_per_turn"] = 1000 * stats["loop_s"] / max(1, stats["turns"])
@@ -203,6 +204,10 @@ class Engine:
                     stacklevel=2,
                 )
         return self.results
+
+    def recorder(self) -> type | None:
+        """What records small steps: CudaGraph, where there is CUDA and this process has all weights; else None."""
+        return CudaGraph if self.policy.model.device.type == "cuda" and self.policy.root is None else None
 
     # -- the loops
 
@@ -253,7 +258,7 @@ class Engine:
     def _open_turn(self, row, turn):
         """Append the turn's ids to the row's context. A turn that leaves nothing to sample is answered at once."""
         if row.failed:
-            raise RuntimeError(f"rollout {row.index} asks for another turn although it was told of an error")
+            raise RuntimeError(f"rollout {row.index} asks for another turn after one that could not be sampled")
         self.stats["turns"] += 1
         stop, row.ids, row.logps = row.length + len(turn.ids), [], []
         room = self.context - stop
@@ -261,6 +266,7 @@ class Engine:
         if time.perf_counter() > row.deadline:
             return self._fail(row, "expired")
         if row.limit < 1:
+            row.failed = True  # its ids are in no context: another turn could not follow
             return self._close_turn(row, row.cut)
         if row.length:
             row.state = "live"

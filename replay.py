@@ -20,7 +20,8 @@ As in any serving, a prompt's beginning that another request had is not computed
 --set is a set of the manifest, or a file of its rows: the JSON lines of data/make_sets.py, which eval.py runs. Prints a
 table and leaves OUT/replay.json, with a line per request, and OUT/replay.png. A policy without an MTP head has rows
 without drafts only. Expect both sides to say the same where `same` counts all requests: greedy, in float32. What comes
-first is not measured: as many requests as are in flight, while memory is allocated and kernels are compiled.
+first is not measured: as many requests as are in flight, while memory is allocated and kernels are compiled. On a GPU
+the engine's recording of CUDA graphs is in the figures: a few steps of each run.
 
 Left out: tools that take time (those of the simulated room answer at once; add what yours take), arrivals that do not
 wait for a free place, T4, which has no harness.
