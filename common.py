@@ -53,7 +53,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # which this overrules
 
 KEEP = 2  # checkpoints kept: the newest, and one to go back to should a disk have spoiled it
 # may change, for what a machine can hold; anything else makes another run
-FREE_ON_RESUME = {"out", "resume", "save_every", "device", "micro", "slots", "shard", "recompute"}
+FREE_ON_RESUME = {"out", "resume", "save_every", "device", "teacher_device", "workers"}
+FREE_ON_RESUME |= {"micro", "slots", "shard", "recompute"}
 # what of the disk is the user's to mend, not ours
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 
@@ -304,24 +305,24 @@ class Stop:
 class Run:
     """A run directory: config.json, metrics.jsonl (a row per step), log.txt (what was printed), checkpoints.
 
-    config  the options; as a dict, `settings(options) | {...}`, with what else a resume must find the same: the commit
-            of a harness, the digest of a file
+    config  the options, a dataclass
     out     the directory; "" = the first free one of `base`, `base`-2, `base`-3, ... (to resume: the last that exists)
     resume  go on from the newest checkpoint; rows after it and files that a kill has torn are removed
     free    more options that a resume may change: `steps`, where no step depends on how many follow
+    inputs  what else a resume must find the same: the commit of a harness, the digest of a file
     dir, start  the directory, and the step of that checkpoint (0 without one), on every rank; rank 0 alone writes
 
     BadInput: a fresh start where files are, a resume where no run is or of a run with another config.
     """
 
-    def __init__(self, out: str, config: Any, resume=False, base="runs/run", ranks: Dist = ALONE, free: tuple = ()):
+    def __init__(self, out: str, config, resume=False, base="runs/run", ranks: Dist = ALONE, free=(), inputs=None):
         self.rank = ranks.rank
         self.dir = ranks.share(find_run(out, base, resume) if self.rank == 0 else None)
         self.start = max(map(step_of, checkpoints(self.dir)), default=0)
         if self.rank == 0:
-            now = config if isinstance(config, dict) else settings(config)
+            now = settings(config) | (inputs or {})
             if resume:
-                same_settings(self.dir, now, free)
+                same_settings(self.dir, config, free, inputs)
                 self.rewind()
             write_json(self.dir / "config.json", now | {"code_version": code_version()})
             options = (f"\n  {name:{max(map(len, now))}}  {value}" for name, value in now.items())
@@ -362,12 +363,14 @@ def settings(config: Any) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def same_settings(run: Path, now: dict, free: Iterable[str] = (), defaults: dict | None = None) -> None:
-    """BadInput unless the run in a directory had these settings, but for those that may change.
+def same_settings(run: Path, config: Any, free: Iterable[str] = (), inputs: dict | None = None) -> None:
+    """BadInput unless the run in a directory had these options and inputs, but for those that may change.
 
-    defaults: what options are worth that the code of that run did not have yet.
+    An option that the code of that run did not have yet counts as if it had been at its default.
     """
-    saved = (defaults or {}) | read_json(run / "config.json")
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    saved = json.loads(json.dumps(defaults, default=str)) | read_json(run / "config.json")
+    now = settings(config) | (inputs or {})
     for name in sorted(now.keys() - FREE_ON_RESUME - set(free)):
         if saved.get(name) != now[name]:
             change = f"{name} was {saved.get(name)} and is now {now[name]}"

@@ -118,6 +118,11 @@ def answer(messages: list[dict], codec: Codec, limit: int, seed: int = 0) -> Gen
     return t
 
 
+def think_lengths(t: Trajectory, segment: int) -> list[int]:
+    """Reasoning tokens of each state of a segment."""
+    return [sum(t.think[i] for i in where) for s, where in t.states() if s == segment]
+
+
 def measure(t: Trajectory, rewards: tuple[str, ...] = REWARDS) -> dict[str, float]:
     """What tables and logs need to know of one trajectory, in numbers, so that ranks can exchange it. NaN: no score."""
     got = {name: t.rewards.get(name) for name in rewards}
@@ -125,7 +130,7 @@ def measure(t: Trajectory, rewards: tuple[str, ...] = REWARDS) -> dict[str, floa
     row |= {f"stop/{reason}": t.stop_reason == reason for reason in get_args(StopReason)}
     row |= {"tokens": sum(t.mask), "fault": met_fault(t)}
     for name, segment in SEGMENTS.items():
-        think = [sum(t.think[i] for i in where) for s, where in t.states() if s == segment]
+        think = think_lengths(t, segment)
         row |= {f"states/{name}": len(think), f"think/{name}": sum(think)}
     return row
 

@@ -25,21 +25,20 @@ and leaves all of it in OUT/table.md.
 Left out: another order of the stages, a search for their options.
 """
 
-import json
 import math
 import shlex
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from options import BadInput, closest, option, parse
 from common import ALONE, Dist, Run, cli, digest, dist, model_digest, peak_mb
-from common import read_json, same_settings, settings, write_json, write_text
+from common import read_json, same_settings, write_json, write_text
 
 import eval as evaluation
 import opd
@@ -151,7 +150,10 @@ def eval_words(cfg: Config, model: str, out: Path) -> list[str]:
 
 
 def refuse(cfg: Config, world: int = 1) -> None:
-    """BadInput for what a stage would refuse, an hour from now; world: the processes that it would run in."""
+    """BadInput for options that a stage would refuse, an hour from now; world: the processes that it would run in.
+
+    What a stage asks of the model that it starts from shows when it starts.
+    """
     for dimension in cfg.leave_out:
         if dimension not in DIMENSIONS:
             raise BadInput(
@@ -164,7 +166,8 @@ def refuse(cfg: Config, world: int = 1) -> None:
             given = shlex.split(getattr(cfg, stage))
         except ValueError as error:
             raise BadInput(f"--{stage}: {getattr(cfg, stage)!r}: {error}") from None
-        if ours := OURS & {word.partition("=")[0].replace("_", "-") for word in given}:
+        own = OURS - {"--seed"} if stage == "eval" else OURS
+        if ours := own & {word.partition("=")[0].replace("_", "-") for word in given}:
             raise BadInput(f"--{stage}: {', '.join(sorted(ours))} of a stage is set by hat.py")
     lines = [("eval", eval_words(cfg, cfg.model, Path("x")))]
     lines += [(step.stage, words(cfg, 0, name, step, Path("x"))) for name, step in plan(cfg).items()]
@@ -228,8 +231,7 @@ def left(stage: str, line: list[str]) -> list[str]:
     begun = (Path(made.out) / "config.json").exists()
     if begun:
         beside = ("model",) if Path(made.out).parent in Path(made.model).parents else ()
-        defaults = {f.name: json.loads(json.dumps(f.default, default=str)) for f in fields(Stage)}
-        same_settings(Path(made.out), settings(made), beside, defaults)
+        same_settings(Path(made.out), made, beside)
     return [] if (Path(made.out) / "model").is_dir() else [*line, *(["--resume"] if begun else [])]
 
 
@@ -286,8 +288,9 @@ def gather(cfg: Config, root: Path, rows: dict[str, str]) -> dict[str, Means]:
     for label, step in rows.items():
         places = [root / BASE] if step == BASE else [root / f"seed-{seed}" / step for seed in cfg.seeds]
         results = [evaluation.load_result(str(place)) for place in places]
-        if [r["sets"] for r in results] != [sets := sets or results[0]["sets"]] * len(results):
-            raise BadInput(f"{places[0]}: evaluated on other sets than the rows before; remove its eval.json")
+        sets = sets or results[0]["sets"]
+        if other := [place for place, result in zip(places, results) if result["sets"] != sets]:
+            raise BadInput(f"{other[0]}: evaluated on other sets than the rows before; remove its eval.json")
         each = [numbers(result) for result in results]
         found[label] = {c: [cells[c] for cells in each] for c in COLUMNS if all(c in cells for cells in each)}
     return found
@@ -324,7 +327,7 @@ def effects(found: dict[str, Means]) -> list[str]:
         return (of("Fixed-SFT+OPD", *t4) - of(fixed, *t4)) / lost if lost > 0 else math.nan
 
     def shorter(of, state):
-        return 1 - of(hat, state) / of(opd, state)
+        return 1 - of(hat, state) / of(opd, state) if of(opd, state) else math.nan
 
     claims = [  # what, the least value, in points unless said, the value of one seed
         ("Fixed-SFT loses from T1 to T2", 3.0, lambda of: of(fixed, "T1") - of(fixed, "T2")),
@@ -356,7 +359,7 @@ def effects(found: dict[str, Means]) -> list[str]:
         except KeyError:  # a row or a column that this run has not
             continue
         if any(map(math.isnan, values)):
-            lines.append(f"-      nothing was lost in some seed: {what}")
+            lines.append(f"-      no share of nothing, in some seed: {what}")
             continue
         mean, spread = statistics.mean(values), statistics.stdev(values) if seeds > 1 else 0.0
         verdict = "close" if abs(mean - least) < spread else "yes" if mean >= least else "no"

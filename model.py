@@ -445,8 +445,8 @@ def _head_logps(hidden, target, head, vocab, temperature, entropy):
     logp = F.log_softmax(head(hidden)[:, :vocab].float() / temperature, dim=-1)  # (n, V)
     chosen = logp.gather(-1, target[:, None])[:, 0]
     logp = logp.detach()
-    spread = -(logp.exp() * logp).sum(-1) if entropy else torch.zeros_like(chosen)
-    return torch.stack([chosen, spread], dim=-1)
+    nats = -(logp.exp() * logp).sum(-1) if entropy else torch.zeros_like(chosen)
+    return torch.stack([chosen, nats], dim=-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Literal
 
 from options import BadInput, option, parse
-from common import Dist, Run, Stop, cli, digest, dist, read_text, settings
+from common import Dist, Run, Stop, cli, digest, dist, read_text
 from curves import draw
 from common import checkpoints, load_checkpoint, model_digest, save_checkpoint, seed_of
 
@@ -374,7 +374,7 @@ def main(argv: list[str]):
 
     inputs = {"rollouts_digest": digest(*files_of(cfg.rollouts)), "model_digest": model_digest(cfg.model)}
     inputs |= {"head_digest": model_digest(cfg.init)}  # a word, where it is no directory
-    record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/mtp-{cfg.config}", ranks)
+    record = Run(cfg.out, cfg, cfg.resume, f"runs/mtp-{cfg.config}", ranks, inputs=inputs)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     learner = Learner(policy, cfg.lr, cfg.grad_clip, cfg.temperature, cfg.targets == "soft", cfg.depth)
     before, after = {}, {}

@@ -43,7 +43,8 @@ REWARD_TABLE = {
 }
 
 
-# In a batch of the largest scale accuracy alone is worth 2 / 3. Six states at the size of the report, 0.1.
+# Six states at the size of the report, 0.1. In a batch of the largest scale accuracy alone is worth 2 / 3 where three
+# rewards are credited, so what is right ranks above what is wrong at any length; where all four are, it is worth 1 / 2.
 MOST = 0.6
 
 
@@ -104,7 +105,7 @@ def conditioned(rewards: dict[str, Tensor]) -> dict[str, Tensor]:
 def think_penalty(states: list[int], free: int, full: int, size: float = 0.1) -> float:
     """p_i of a segment whose states have so many reasoning tokens: 0 up to `free`, linear, -size from `full` on.
 
-    Never below -MOST: what is right at any length must rank above what is wrong and short.
+    Never below -MOST: what is right must rank above what is wrong and short.
     """
     return -min(size * sum(min(max((n - free) / (full - free), 0.0), 1.0) for n in states), MOST)
 
@@ -142,8 +143,9 @@ def segment_advantages(
 
 def merged(penalty: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """penalty and present (N, 2) when a rollout is one segment: all of it is a reply, which carries every reward."""
+    total = penalty.sum(1).clamp(min=-MOST)
     whole = torch.stack([torch.zeros_like(present[:, 0]), present.any(1)], 1)
-    return torch.stack([torch.zeros_like(penalty[:, 0]), penalty.sum(1)], 1), whole
+    return torch.stack([torch.zeros_like(total), total], 1), whole
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from options import BadInput, option, parse
-from common import Dist, Run, Stop, cli, digest, dist, settings
+from common import Dist, Run, Stop, cli, digest, dist
 from curves import draw
 from common import checkpoints, load_checkpoint, model_digest, save_checkpoint, seed_of
 
@@ -198,8 +198,8 @@ def _columns(hidden, teacher_hidden, sampled, head, teacher_head, vocab, cfg):
     student = log_probs(hidden, head, vocab, cfg.temperature)  # (n, V)
     with torch.no_grad():
         teacher = log_probs(teacher_hidden, teacher_head, vocab, cfg.temperature).to(student.device)
-        spread, reverse = entropy_of(student), kl(student, teacher)
-    return torch.stack([divergence(student, teacher, sampled, cfg.kl, cfg.beta), reverse, spread], dim=-1)
+        entropy, reverse = entropy_of(student), kl(student, teacher)
+    return torch.stack([divergence(student, teacher, sampled, cfg.kl, cfg.beta), reverse, entropy], dim=-1)
 
 
 def log_probs(hidden: Tensor, head: nn.Module, vocab: int | None, temperature: float) -> Tensor:
@@ -384,8 +384,8 @@ def update(
         (columns[:, 0].sum() / tokens).backward()
         total[1:] += columns.detach().sum(0, dtype=torch.float64)
     norm = optimizer_step(student.model, optimizer, cfg.grad_clip, ranks)
-    loss, reverse, spread = (ranks.all_reduce_sum(total)[1:] / tokens).tolist()
-    return {"kl": reverse, "loss": loss, "entropy": spread, "grad_norm": norm}
+    loss, reverse, entropy = (ranks.all_reduce_sum(total)[1:] / tokens).tolist()
+    return {"kl": reverse, "loss": loss, "entropy": entropy, "grad_norm": norm}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,6 +407,7 @@ def train_step(step: int, engine: Engine, teacher: Policy, optimizer, prompts, c
     started = time.perf_counter()
     with whole(engine.policy):
         trajectories = collect(engine, prompts, step, cfg, ranks)
+    ranks.barrier()  # the step's rollouts end with those of the slowest rank
     rollout_s = time.perf_counter() - started
     lr = set_rate(optimizer, learning_rate(step, cfg.steps, cfg))
     log = update(engine.policy, teacher, optimizer, trajectories, cfg, ranks)
@@ -448,7 +449,7 @@ def main(argv: list[str]):
     engine = None if cfg.resume else ready(cfg.model, teacher, cfg, ranks)
 
     free = ("steps",) if cfg.lr_end == 1 else ()  # else the rate of every step depends on how many there are
-    record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/opd-{cfg.config}", ranks, free)
+    record = Run(cfg.out, cfg, cfg.resume, f"runs/opd-{cfg.config}", ranks, free, inputs)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     engine = engine or ready(saved[1] if saved else cfg.model, teacher, cfg, ranks)
     policy = engine.policy

@@ -107,7 +107,8 @@ def convert(text: str, kind: Any) -> Any:
             raise argparse.ArgumentTypeError(f"'{text}' is not {len(inner)} values with commas between")
         return values
     with suppress(ValueError):
-        if (value := kind(text)) == value:  # NaN is a float, and the right value of no option
+        value = kind(text)
+        if kind is not float or math.isfinite(value):  # NaN and infinity are the right value of no option
             return value
     raise argparse.ArgumentTypeError(f"'{text}' is not {kind_name(kind)}")
 

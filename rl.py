@@ -48,7 +48,7 @@ from functools import partial
 from typing import Literal
 
 from options import BadInput, option, parse
-from common import Dist, Run, Stop, cli, digest, dist, model_digest, settings
+from common import Dist, Run, Stop, cli, digest, dist, model_digest
 from curves import draw
 from common import checkpoints, gpu_peak_mb, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
 
@@ -68,7 +68,7 @@ from model import shared_prefix, token_logps
 from fsdp import check_precision, load_optimizer_state, optimizer_state, shard, to_train, weights, whole
 from mtp import Learner
 from infer import Engine
-from eval import collect, gather, summary
+from eval import collect, gather, summary, think_lengths
 from eval import measure as measure_rollout
 from objective import kl_loss, merged, policy_loss, segment_advantages, think_penalty, truncated_weights
 
@@ -90,7 +90,7 @@ class Config:
 
     # rollouts: groups x group_size per step, over all ranks
     groups: int = option(12, "tasks per step", min=1)
-    group_size: int = option(8, "rollouts per task (G)", min=1)
+    group_size: int = option(8, "rollouts per task (G)", min=2)
     temperature: float = option(1.0, "of sampling; top-p and top-k would break the first ratio", min=0.01)
     context: int = option(1536, "longest context in tokens", min=2)
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
@@ -185,20 +185,21 @@ def training_jobs(
     """(harness, task, room, seed) per rollout. A group shares task, harness and tool faults, not its sampling seed.
 
     In mixed mode its members act under harnesses of their own: then what is rewarded is to do well under any of them.
-    Each step has groups, or each group has members, of either kind: as many as `augmented` says, rounded.
+    Groups, or members, of either kind take turns over the whole run, in the proportion that `augmented` says.
     """
     jobs, ramp = [], min(1.0, step / cfg.fault_ramp) if cfg.fault_ramp else 1.0
     faults = Faults(*(ramp * rate for rate in cfg.faults))
     for g in groups:
         rng = random.Random(seed_of(cfg.seed, "world", step, g))
-        place = world.strange(rng) if rng.random() < cfg.strange else world
-        task = make_task(place, seed_of(cfg.seed, "task", step, g))
+        shop = world.strange(rng) if rng.random() < cfg.strange else world
+        task = make_task(shop, seed_of(cfg.seed, "task", step, g))
         needed = {task.reply_skill, task.strategy} - {None}
         for member in range(cfg.group_size):
             own = (member,) if cfg.harness_mode == "mixed" else ()
             if own or member == 0:
-                place, harness = member if own else g, original
-                if cfg.harness_mode != "fixed" and int((place + 1) * cfg.augmented) > int(place * cfg.augmented):
+                group, harness = (step - 1) * cfg.groups + g, original
+                n = group * cfg.group_size + member if own else group
+                if cfg.harness_mode != "fixed" and int((n + 1) * cfg.augmented) > int(n * cfg.augmented):
                     harness = another_state(original, cfg, seed_of(cfg.seed, "harness", step, g, *own), needed, rewrite)
             room = task.open(faults, seed_of(cfg.seed, "room", step, g))
             jobs.append((harness, task, room, seed_of(cfg.seed, "rollout", step, g, member)))
@@ -209,8 +210,8 @@ def measure(trajectory: Trajectory, cfg: Config) -> dict[str, float]:
     """What advantages and log need to know of one trajectory, in numbers, so that ranks can exchange it."""
     row = measure_rollout(trajectory)
     for name, segment in SEGMENTS.items():
-        think = [sum(trajectory.think[t] for t in where) for s, where in trajectory.states() if s == segment]
-        row[f"penalty/{name}"] = think_penalty(think, cfg.think_free, cfg.think_full, cfg.think_penalty)
+        lengths = think_lengths(trajectory, segment)
+        row[f"penalty/{name}"] = think_penalty(lengths, cfg.think_free, cfg.think_full, cfg.think_penalty)
     return row
 
 
@@ -496,7 +497,7 @@ def main(argv: list[str]):
     free = ("steps",) if cfg.lr_end == 1 else ()  # else the rate of every step depends on how many there are
     inputs = {"harness_commit": harness.commit, "world_digest": digest(cfg.world)}
     inputs |= {"reference": model_digest(cfg.model)} if cfg.kl else {}
-    record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/rl-{cfg.config}", ranks, free)
+    record = Run(cfg.out, cfg, cfg.resume, f"runs/rl-{cfg.config}", ranks, free, inputs)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     engine = engine or ready(saved[1] if saved else cfg.model, cfg, unseen, harness, ranks)
     policy, before, after = engine.policy, {}, {}

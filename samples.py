@@ -226,7 +226,7 @@ ROW = shape(  # of a row; read_logs says it in prose
     room=shape("context", context=CONTEXT, results=many(RESULT)),
     skills=many(TEXT),
     reply=TEXT,
-    messages=many(shape("", role={"const": "assistant"})),
+    messages=many(shape("", role={"const": "assistant"}, tool_calls={"type": ["array", "null"]})) | {"minItems": 1},
 )
 ROW["additionalProperties"] = ROW["properties"]["room"]["additionalProperties"] = False
 

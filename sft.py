@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 from options import BadInput, option, parse
-from common import Dist, Run, Stop, cli, digest, dist, settings
+from common import Dist, Run, Stop, cli, digest, dist
 from common import checkpoints, load_checkpoint, save_checkpoint
 
 import torch
@@ -184,13 +184,13 @@ def main(argv: list[str]):
     check(cfg, ranks.world)  # before Run, so that what is refused leaves no directory
     harness = Harness.load(cfg.harness)
     logs = read_logs(cfg.logs, harness) if cfg.logs else []
-    cfg, often = replayed(cfg, logs) if logs else (cfg, "")
+    given, (cfg, often) = cfg, replayed(cfg, logs) if logs else (cfg, "")
     case_at, policy = case_maker(cfg, harness, logs), None if cfg.resume else ready(cfg.model, cfg, ranks)
     rewrite = Endpoint(cfg.rewriter, cfg.llm) if cfg.rewriter else None
 
     inputs = {"harness_commit": harness.commit} | ({"logs_digest": digest(cfg.logs)} if logs else {})
     inputs |= {} if logs else {"world_digest": digest(cfg.world)}
-    record = Run(cfg.out, settings(cfg) | inputs, cfg.resume, f"runs/sft-{cfg.config}", ranks)
+    record = Run(cfg.out, given, cfg.resume, f"runs/sft-{cfg.config}", ranks, inputs=inputs)
     saved = load_checkpoint(record.dir, ranks) if checkpoints(record.dir) else None
     policy = policy or ready(saved[1] if saved else cfg.model, cfg, ranks)
     if cfg.shard:

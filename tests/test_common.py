@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -160,6 +161,16 @@ def test_a_fresh_start_never_touches_another_run(tmp_path):
     assert Run(str(tmp_path / "empty"), Config()).start == 0
 
 
+@dataclass
+class Machine:
+    micro: int = 16
+    slots: int = 96
+    shard: bool = False
+    teacher_device: str = "auto"
+    workers: int = 8
+    seed: int = 0
+
+
 def test_resume_needs_a_run_of_the_same_config(tmp_path):
     with pytest.raises(BadInput, match="holds no run"):
         Run(str(tmp_path / "absent"), Config(), resume=True)
@@ -170,10 +181,20 @@ def test_resume_needs_a_run_of_the_same_config(tmp_path):
     with pytest.raises(BadInput, match="steps was 30 and is now 99"):
         Run(*longer)
     assert Run(*longer, free=("steps",)).start == 0  # killed before its first save
-    common.write_json(tmp_path / "b" / "config.json", {"micro": 16, "slots": 96, "shard": False, "seed": 0})
-    for change, fits in (({"micro": 4, "slots": 8, "shard": True}, True), ({"micro": 4, "seed": 1}, False)):
+    Run(str(tmp_path / "b"), Machine())
+    fewer = dict(micro=4, slots=8, shard=True, teacher_device="cpu", workers=1)
+    for change, fits in ((fewer, True), ({"micro": 4, "seed": 1}, False)):
         with nullcontext() if fits else pytest.raises(BadInput, match="seed was 0 and is now 1"):
-            common.same_settings(tmp_path / "b", change)  # for a machine that could not hold more
+            Run(str(tmp_path / "b"), Machine(**change), True)  # for one that could not hold more
+
+
+def test_an_option_of_later_code_counts_as_at_its_default(tmp_path):
+    Run(str(tmp_path / "a"), Config())
+    config = tmp_path / "a" / "config.json"
+    common.write_json(config, {k: v for k, v in json.loads(config.read_text()).items() if k != "lr"})
+    with pytest.raises(BadInput, match="lr was 0.001 and is now 0.1"):
+        Run(str(tmp_path / "a"), Config(lr=0.1), True)
+    Run(str(tmp_path / "a"), Config(), True)
 
 
 def test_resume_needs_the_same_inputs_too(tmp_path):
@@ -182,7 +203,7 @@ def test_resume_needs_the_same_inputs_too(tmp_path):
     path.write_text("one\n")
 
     def start(**more):
-        return Run(str(tmp_path / "a"), common.settings(Config()) | {"logs": common.digest(path)}, **more)
+        return Run(str(tmp_path / "a"), Config(), inputs={"logs": common.digest(path)}, **more)
 
     start()
     start(resume=True)

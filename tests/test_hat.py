@@ -233,6 +233,7 @@ def test_rows_and_seeds_are_added_to_what_is_there(tmp_path, calls, capsys):
         (["--seeds", ""], "at least one seed, and each once"),
         (["--seeds", "0,1,0"], "at least one seed, and each once"),
         (["--sft=--harness-mode fixed"], "--sft: --harness-mode of a stage is set by hat.py"),
+        (["--rl=--seed 3", "--eval=--seed 3"], "--rl: --seed of a stage is set by hat.py"),
         (["--harness", "nowhere"], "nowhere"),
         (["--eval=--manifest nowhere.json"], "nowhere.json"),
         (["--seeds", "a"], "--seeds"),
@@ -310,7 +311,10 @@ def test_an_effect_within_the_spread_of_the_seeds_is_close():
     assert hat.effects(rows)[0].startswith("close  +4.3 ± 6.0, expected at least +3.0")
     rows["Fixed-SFT+OPD"] = {"T4-P": [61.5] * 3, "T4-I": [61.5] * 3}
     lines = [line for line in hat.effects(rows) if "OPD" in line]
-    assert lines == ["-      nothing was lost in some seed: OPD gives it back, of that loss"]
+    assert lines == ["-      no share of nothing, in some seed: OPD gives it back, of that loss"]
+    rows["HSA-SFT+OPD"], rows[hat.HAT] = ({c: [0.0] for c in KEYS} for _ in range(2))  # no reasoning at all
+    lines = [line for line in hat.effects(rows) if "reasons shorter" in line]
+    assert lines == ["-      no share of nothing, in some seed: HSA-RL reasons shorter in tool-call states, share"]
 
 
 def test_rows_of_other_sets_or_of_another_base_are_refused(tmp_path, calls, monkeypatch):

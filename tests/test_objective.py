@@ -231,6 +231,8 @@ def test_merged_rollouts_carry_every_reward_on_one_segment():
     penalty, present = objective.merged(t([-0.1, -0.05], [0.0, -0.2]), torch.tensor([[True, True], [False, True]]))
     assert present.tolist() == [[False, True]] * 2
     torch.testing.assert_close(penalty, t([0, -0.15], [0, -0.2]))
+    both = objective.merged(t([-0.6, -0.5]), torch.tensor([[True, True]]))[0]
+    torch.testing.assert_close(both, t([0, -objective.MOST]))  # one bound, as for one segment
     everything = dict(accuracy=[1, 0], effectiveness=[1, 0], tool=[1, 0], skill=[0, 1])
     out = advantages([0, 0], present=[[False, True]] * 2, **everything)
     z = 0.5 / (0.5 + 1e-4)

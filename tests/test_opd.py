@@ -334,12 +334,6 @@ def test_a_step_without_a_token_is_refused(student, teacher):
         gradient(student, teacher, [SILENT])
 
 
-def test_learning_rate_by_hand():
-    cfg = config(lr=1.0, warmup=2, steps=5, lr_end=0.2)
-    rates = [opd.learning_rate(step, cfg.steps, cfg) for step in range(1, 6)]
-    assert rates == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # student and teacher
 
@@ -573,7 +567,7 @@ def test_run_leaves_its_files(whole, model_dir):
 
 
 def test_stop_kill_and_resume_bit_for_bit(flags, whole, tmp_path, monkeypatch):
-    """FAULTS 31: Ctrl-C within step 1, resume; then as if killed in step 3; weights and log are those of `whole`."""
+    """FAULTS 31: Ctrl-C within step 1, resume; then as if killed in step 4; weights and log are those of `whole`."""
     words, collect = [*flags, "--steps", "4", "--out", str(out := tmp_path / "run")], opd.collect
 
     def interrupted(*args):

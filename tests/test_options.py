@@ -56,6 +56,8 @@ def test_every_kind_of_value():
         (["--steps", "2.5"], "--steps: '2.5' is not int"),
         (["--steps", "0"], "--steps: 0 is not within 1 .. inf"),
         (["--lr", "nan"], "--lr: 'nan' is not float"),
+        (["--lr", "inf"], "--lr: 'inf' is not float"),
+        (["--weights", "1,-inf"], "--weights: '-inf' is not float"),
         (["--lr", "2"], "--lr: 2.0 is not within 0 .. 1"),
         (["--weights", "1,x"], "--weights: 'x' is not float"),
         (["--weights", "1,100"], "--weights: 100.0 is not within -inf .. 99"),

@@ -38,6 +38,9 @@ def test_hsa_rollouts_share_a_harness_in_a_group_and_differ_between_groups():
     ]
     assert [sum(h is not harness for h, *_ in jobs) for jobs in shares] == [0, 2, 8]
     assert len(set(commits)) > 4
+    few = rl.Config(groups=1, group_size=2, harness_mode="hsa", augmented=0.4)  # one group a step: over the whole run
+    each = [rl.training_jobs(few, world, harness, step, range(1))[0][0] is not harness for step in range(1, 11)]
+    assert sum(each) == 4 and sum(each[:5]) == 2
     fixed = rl.training_jobs(rl.Config(groups=4), world, harness, 1, range(4))
     assert {h.commit for h, *_ in fixed} == {harness.commit}
 

@@ -260,10 +260,10 @@ def test_without_segments_a_rollout_has_one_vote(dense):
     assert not all(torch.allclose(a, b) for a, b in zip(merged, apart, strict=True))
 
 
-def test_truncated_weights_leave_an_exact_engine_alone(policy):
-    """Where the engine's log-probs are the trainer's, weights and ratios are 1 with the correction and without."""
+def test_truncated_weights_correct_an_engine_that_is_off(policy):
+    """The first ratio is to the trainer's own log-probs, though the engine's here are made up; a weight has a bound."""
     log, whole = gradient(policy, truncate=2.0)
-    assert log["first_ratio_off"] < 1e-6  # against the trainer's own, though the engine's here are made up
+    assert log["first_ratio_off"] < 1e-6
     assert 0.1 < log["engine_off"] < 10 and "engine_off" not in gradient(policy)[0]
     assert gradient(policy)[0]["first_ratio_off"] > 1e-3
     assert any(g.abs().max() > 0 for g in whole)
@@ -446,7 +446,7 @@ def test_more_steps_are_the_same_run_if_the_learning_rate_is_constant(flags, tmp
     words = [*flags, "--out", str(tmp_path / "run"), "--lr-end", lr_end]
     cfg = rl.parse(rl.Config, rl.PRESETS, words)
     inputs = {"harness_commit": rl.Harness.load(cfg.harness).commit, "world_digest": common.digest(cfg.world)}
-    common.Run(str(tmp_path / "run"), common.settings(cfg) | inputs)
+    common.Run(str(tmp_path / "run"), cfg, inputs=inputs)
     (tmp_path / "run" / "ckpt-000001").mkdir()  # a damaged one: where the run would go on, it stops here
     with pytest.raises(BadInput, match="files.json" if lr_end == "1.0" else "steps was 2 and is now 9"):
         rl.main([*words, "--resume", "--steps", "9"])

@@ -521,6 +521,11 @@ def without(row, *keys, **changes):
         (without(SPOKEN, messages=[{"role": "user", "content": "x"}]), "messages.0..role"),
         (without(SPOKEN, messages=[{"role": "assistant", "tool_calls": [{"name": "x"}]}]), "a tool call is"),
         (
+            without(SPOKEN, messages=[{"role": "assistant", "tool_calls": 5}]),
+            "messages.0..tool_calls: 5 is not of type",
+        ),
+        (without(SPOKEN, messages=[]), r"messages: \[\] should be non-empty"),
+        (
             without(SPOKEN, messages=[{"role": "assistant", "tool_calls": [call("get_inventory", link_id=1)]}]),
             'room.results has no get_inventory {"link_id": 1}',
         ),

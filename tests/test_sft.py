@@ -142,6 +142,7 @@ def test_each_epoch_trains_each_sample_once(count, batch, epochs):
 
 
 def test_learning_rate_by_hand():
+    """Of all stages."""
     cfg = config(lr=1.0, warmup=2, lr_end=0.2)
     assert [sft.learning_rate(step, 5, cfg) for step in range(1, 6)] == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])
     assert sft.learning_rate(1, 1, config(lr=1.0, warmup=0)) == 1.0
@@ -215,10 +216,10 @@ def test_stop_kill_and_resume_bit_for_bit(flags, whole, tmp_path, monkeypatch):
 
 
 def test_two_processes_take_the_same_steps(flags, whole, tmp_path):
-    """FAULTS 16: batches sharded over ranks, one number of tokens, sums before the clip; weights sharded."""
+    """FAULTS 16: batches sharded over ranks, one number of tokens, sums before the clip."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", ROOT / "sft.py"]
     out, env = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [*command, *flags, "--shard", "--out", out]
+    words = [*command, *flags, "--out", out]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for got, want in zip(rows_of(out), rows_of(whole), strict=True):
