@@ -40,12 +40,14 @@ from typing import Any, Literal
 
 from options import BadInput, closest, option, parse
 from common import cli, seed_of
-from parts import LOAD_SKILL, Skill
+from parts import LOAD_SKILL, RULES, Skill
 from checks import Deny, Hook, Moment, broken_rule
-from harness import Harness, assemble
+from harness import FORMATS, Harness, assemble
 from reword import BULLETS, IDENTIFIER, LINE, PLACEHOLDER, SENTENCE, STEP, STIFF, Bank, Endpoint, Rewriter
 from reword import bank, language, mention, new_format, new_name, plain_rule, unfaithful
 
+FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+PATH = r"[A-Za-z0-9_./:%#?=&~-]"  # characters of an address or a file's path
 FORM_RULES = ("closing", "opening", "must_say", "max_chars")  # may be masked; what must *not* be said always stays
 KINDS = ("telling", "snake", "kebab", "camel", "pinyin", "pseudo", "code", "han")  # of names
 FOLDER_KINDS = tuple(kind for kind in KINDS if kind not in ("camel", "han"))  # those that a skill's folder may have
@@ -146,6 +148,8 @@ class Draft:
         """(place, box, key) of every text that the policy may read."""
         for s in self.h.skills:
             yield from ((f"skills/{s.id}/{key}", s, key) for key in ("description", "body"))
+            said = (key for key, value in s.rules.items() if isinstance(value, str) and key not in RULES)
+            yield from ((f"skills/{s.id}/rules/{key}", s.rules, key) for key in said)
         for t in self.h.tools:
             yield f"tools/{t.id}/description", t, "description"
             yield from descriptions(f"tools/{t.id}/parameters", t.parameters, t.id == LOAD_SKILL)
@@ -160,14 +164,16 @@ class Draft:
 
     def ambiguous(self, names: Iterable[str], others: set[str]) -> set[str]:
         """Those of the names that a text mentions so that it may not be meant: a word of prose that is neither quoted
-        nor called ("compare the two"), or a name of something else too."""
+        nor called ("compare the two"), a part of an address or a file's path, or a name of something else too."""
         names, found = set(names), set()
         pattern = mention(names)
         for text in self.said():
             for m in pattern.finditer(text):
                 around = text[max(m.start() - 1, 0) : m.start()] + text[m.end() : m.end() + 1]
+                place = re.search(rf"{PATH}*$", text[: m.start()])[0] + m[0] + re.match(rf"{PATH}*", text[m.end() :])[0]
                 code = around.endswith("(") or around in ("``", "''", '""', "“”", "「」")
-                if m[0] in others or not (code or IDENTIFIER.fullmatch(m[0])):
+                address = "://" in place or re.search(r"/[^/]*\.[A-Za-z0-9]{1,5}$", place)
+                if m[0] in others or address or not (code or IDENTIFIER.fullmatch(m[0])):
                     found.add(m[0])
         return found & names
 
@@ -225,31 +231,37 @@ class Draft:
         if (after := [x.id for x in things]) != before:
             self.note("reorder", f"{kind} order", before, after)
 
-    def recast(self, at: str, text: str, free: Callable[[str], Any], drop: set[str] = frozenset()) -> str:
+    def recast(self, at: str, text: str, free: Callable[[str], Any] | None, drop: set[str] = frozenset()) -> str:
         """A body or block with sentences reworded, what is free to move in another order, and another layout.
 
-        free: whether a sentence stands on its own. drop: {rules} whose sentences are left out. Bullets of one list move
-        too, unless one speaks of an order or has others below it; all else keeps its place.
+        free: whether a sentence stands on its own; None: nothing moves. drop: {rules} whose sentences are left out.
+        Bullets of one list move too, unless one speaks of an order, leads on to what is below it or is continued there;
+        all else keeps its place.
         """
-        lines, runs, fenced, out = text.split("\n"), [], False, []  # runs: (kind, bullet, sentences) of each line
-        for line, below in zip(lines, [*lines[1:], ""]):
-            fence = line.lstrip().startswith("```")
-            fenced ^= fence
+        lines, runs, fenced, out = text.split("\n"), [], "", []  # runs: (kind, bullet, sentences) of each line
+        for above, line, below in zip(["", *lines], lines, [*lines[1:], ""]):
+            fence = FENCE.match(line)
+            code = bool(fence or fenced) or (line.startswith(("    ", "\t")) and not above.strip())
+            if fenced and fence and fence[1].startswith(fenced):
+                fenced = ""
+            elif fence and not fenced:
+                fenced = fence[1]
             mark, rest = LINE.fullmatch(line).groups()
             said = [s for s in SENTENCE.split(rest) if s and not drop & set(PLACEHOLDER.findall(s))]
-            if fenced or fence or STIFF.match(line):
+            if code or STIFF.match(line):
                 runs.append(("stiff", "", [line]))
             elif said:
-                free_all = all(map(free, said))
+                free_all = free is not None and all(map(free, said))
                 if not PLACEHOLDER.fullmatch(rest):  # {links}: lines of its own
                     said = [self.reword(s, "instruction", at) if self.chance(self.e.reword) else s for s in said]
-                listed = mark in BULLETS and not below[:1].isspace()
+                leads = rest.rstrip().endswith((":", "：")) or below.strip() and LINE.fullmatch(below)[1] not in BULLETS
+                listed = mark in BULLETS and not leads
                 kind = "list" if listed else "loose" if free_all and not mark else "stiff"
                 runs.append((kind, mark, ["".join(said)] if listed else said))
         for (kind, mark), group in groupby(runs, lambda run: run[:2]):
             parts = [part for _, _, part in group]
             items = [item for part in parts for item in part]
-            fixed = kind == "stiff" or (kind == "list" and any(map(STEP.search, items)))
+            fixed = kind == "stiff" or free is None or (kind == "list" and any(map(STEP.search, items)))
             moved = items if fixed else self.order(items)
             if fixed or len(items) < 2 or not (self.chance(self.e.restyle) or moved != items):
                 out += [mark + "".join(part) for part in parts]
@@ -428,12 +440,15 @@ def prompt(d: Draft) -> None:
         else:
             head, rest = "", h.blocks[name]
         # what is asked comes last, whatever stands before it
-        rest = d.recast(at, rest, stands_alone if name != h.user else lambda text: False)
+        rest = d.recast(at, rest, stands_alone if name != h.user else None)
         d.put("recast", at, h.blocks, name, head + rest)
     shown = "".join(h.blocks[b] for b in [*h.system, h.user])
     for key, listing in LISTS.items():
         if listing in shown and d.chance(e.restyle):
-            d.put("format", f"formats/{key}", h.formats, key, new_format(d.words, key, d.language, d.rng))
+            old, new = h.formats.get(key, FORMATS[key]), new_format(d.words, key, d.language, d.rng)
+            shown_too = {*PLACEHOLDER.findall(old)} <= {*PLACEHOLDER.findall(new)}  # a {price} of one's own stays
+            if shown_too:
+                d.put("format", f"formats/{key}", h.formats, key, new)
     for key, legal in (("max_reply_chars", e.reply_chars), ("max_turns", e.turns)):
         d.put("limit", f"limits/{key}", h.limits, key, legal_limit(d, key, *legal))
 

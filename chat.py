@@ -213,12 +213,18 @@ def coerce(arguments: dict, schema: dict) -> dict:
     return out
 
 
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+JSON_TYPES[type(None)] = "null"
+
+
 def _types(schema, root: dict, depth: int = 0) -> set[str]:
     """The types that a schema allows; empty when it names none. root: where its references begin."""
     if not isinstance(schema, dict) or depth == 8:  # a reference may lead to itself, twice
         return set()
     kind = schema.get("type", [])
     own = {kind} if isinstance(kind, str) else set(kind)
+    if not own:  # what its values are
+        own = {JSON_TYPES[type(x)] for x in schema.get("enum", [schema["const"]] if "const" in schema else [])}
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, [])]
     parts += [_pointed_at(schema["$ref"], root)] if "$ref" in schema else []
     return own.union(*(_types(part, root, depth + 1) for part in parts))

@@ -232,6 +232,8 @@ class Hook:
             re.compile(self.matcher)
         except TypeError as e:
             raise BadInput(f"hook {self.check!r}: params {self.params} do not fit: {e}") from None
+        except ValueError:  # a function of C without a signature
+            raise BadInput(f"hook check {self.check!r} has no signature; it must be a Python function") from None
         except re.error as e:
             raise BadInput(f"hook {self.check!r}: matcher {self.matcher!r} is no regular expression: {e}") from None
         if not self.event.startswith("tool_") and not re.search(self.matcher, ""):

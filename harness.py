@@ -232,7 +232,7 @@ class Harness:
             if not SKILL_NAME.fullmatch(name):
                 raise BadInput(f"skill name {name!r} cannot be saved: lowercase letters, digits, single - or _")
         for folder in sorted((path / "skills").glob("[!.]*")):
-            if folder.name not in names:
+            if folder.is_dir() and folder.name not in names:
                 raise BadInput(f"{folder}: no skill of this harness; save into a new directory")
         for name in [*self.system, self.user]:
             write_text(path / "prompt" / f"{name}.md", self.blocks[name] + "\n")
@@ -307,15 +307,14 @@ class Rollout:
         for hook in self.h.hooks:
             if hook.event != event or not re.search(hook.matcher, tool.id if tool else ""):
                 continue
-            m.subject, m.tool = subject, tool
+            kept, m.subject, m.tool = (m.loaded, m.calls, m.evidence), copy.deepcopy(subject), tool
+            m.loaded, m.calls, m.evidence = ([*x] for x in kept)  # what a check does to them stays its own
             try:
-                verdict = find_check(hook.check)(m, **hook.params)
-                rewritten = isinstance(verdict, Rewrite) and isinstance(verdict.value, type(subject))
-                if not (verdict is None or rewritten or isinstance(verdict, Deny)):
-                    raise TypeError(f"the check answered {verdict!r}"[:200])
+                verdict = self.settled(find_check(hook.check)(m, **hook.params), subject)
             except Exception as e:  # a hook is user code: whatever it raises is a denial in the trace, never a crash
-                verdict = Deny(f"{type(e).__name__}: {e}")
+                verdict = Deny(self.clean(f"{type(e).__name__}: {e}"))
                 self.event("hook_error", check=hook.check, error=verdict.detail)
+            m.loaded, m.calls, m.evidence = kept
             if isinstance(verdict, Rewrite):
                 self.event("hook", on=event, check=hook.check, verdict="rewrite")
                 subject = verdict.value
@@ -325,6 +324,20 @@ class Rollout:
                 self.event("hook", on=event, check=hook.check, verdict="deny", message=message)
                 return subject, message
         return subject, None
+
+    def settled(self, verdict, subject) -> Deny | Rewrite | None:
+        """What a check answered, in texts that can be encoded and written down; TypeError for any other answer."""
+        if isinstance(verdict, Deny):
+            return Deny(self.clean(verdict.detail))
+        value = verdict.value if isinstance(verdict, Rewrite) else None
+        if isinstance(subject, str) and isinstance(value, str):
+            return Rewrite(valid(value))
+        called = isinstance(subject, Call) and isinstance(value, Call)
+        if called and isinstance(value.name, str) and isinstance(value.arguments, dict):
+            json.dumps([value.name, value.arguments], ensure_ascii=False).encode()  # raises for what cannot be stored
+            return verdict
+        if verdict is not None:
+            raise TypeError(f"the check answered {verdict!r}"[:200])
 
     def call(self, call: Call) -> str:
         """Execute one call and return the text that the policy reads; every failure is a text too."""
@@ -442,7 +455,8 @@ def run(h: Harness, request, room, codec: Codec, seed: int = 0) -> Generator[Tur
             messages = [{"role": "tool", "content": r.call(call)} for call in said.calls]
         else:
             reply, denial = r.hooks("reply", said.content)
-            if denial is None and reply.strip() and not MARKUP.search(reply):  # the last guard holds without any hook
+            public = not MARKUP.search(reply) and not any(f"{tool.name}(" in reply for tool in h.tools)
+            if denial is None and reply.strip() and public:  # the last guard holds without any hook
                 return finish(r, "reply", reply.strip())
             r.refused = True
             messages = [{"role": "user", "content": denial or "reply must be plain text"}]

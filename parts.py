@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
-import referencing
+import referencing.jsonschema
 import yaml
 
 from options import BadInput
@@ -73,7 +73,7 @@ class Skill:
 
     def to_markdown(self) -> str:
         """The text of its SKILL.md."""
-        metadata = {"id": self.id, "kind": self.kind, **self.rules}
+        metadata = {"id": self.id, "kind": self.kind, **self.rules, **self.extra.get("metadata", {})}
         front = {"name": self.name, "description": self.description, **self.extra, "metadata": metadata}
         return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{self.body}\n"
 
@@ -102,9 +102,14 @@ def load_skill(path: Path) -> Skill:
         raise BadInput(f"{path}:2: description must be a text of 1 to 1024 characters")
     if not isinstance(metadata, dict):
         raise BadInput(f"{path}:2: metadata must be a mapping")
-    rules = {str(key): value for key, value in metadata.items()}
-    id, kind = str(rules.pop("id", name)), rules.pop("kind", "reply")
+    ours = (*RULES, "id", "kind")
+    plain = (str, int, float)
+    rules = {str(key): x for key, x in metadata.items() if isinstance(x, plain) or key in ours}
     extra = {str(key): value for key, value in front.items() if key not in ("name", "description", "metadata")}
+    if more := {str(key): value for key, value in metadata.items() if key not in rules and value is not None}:
+        extra["metadata"] = more  # lists and mappings, which other programs read
+    id, kind = rules.pop("id", None), rules.pop("kind", "reply")
+    id = name if id is None else str(id)
     description = re.sub(r"\s*\n\s*", " ", description.strip())  # it stands in a list, on one line
     return Skill(id, name, description, kind, "\n".join(lines[end + 1 :]).strip(), rules, extra)
 
@@ -125,6 +130,7 @@ class Tool:
     extra: dict[str, Any] = field(default_factory=dict)  # what else its entry has (strict, annotations), kept as it is
 
     def __post_init__(self):
+        self.parameters.setdefault("properties", {})
         self.param_ids = {k: self.param_ids.get(k, k) for k in self.parameters.get("properties", {})}
 
     def validate(self) -> None:
@@ -133,6 +139,8 @@ class Tool:
             raise BadInput(f"tool name {self.name!r} cannot be called: no spaces, quotes, braces, < or >")
         if len(set(self.param_ids.values())) < len(self.param_ids):
             raise BadInput(f"tool {self.name!r}: two parameters have one x-id")
+        if missing := dangling(self.parameters):
+            raise BadInput(f"tool {self.name!r}: its schema refers to {missing!r}, which is not in it")
         if self.id == LOAD_SKILL and "skill" not in self.param_ids.values():
             raise BadInput(f"tool {self.name!r} loads skills: it must have a parameter skill, by name or x-id")
 
@@ -150,7 +158,8 @@ class Tool:
 
     def validator(self) -> jsonschema.protocols.Validator:
         """Of its arguments: none but the named ones; a reference out of the schema is an error, not a download."""
-        schema = {"additionalProperties": False, **self.parameters}
+        unknown = "unevaluatedProperties" if COMPOSED & self.parameters.keys() else "additionalProperties"
+        schema = {unknown: False, **self.parameters}
         return jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
 
     def to_json(self) -> dict:
@@ -167,16 +176,41 @@ class Tool:
         return data
 
 
+def dangling(schema: dict) -> str:
+    """A reference of a schema that leads nowhere in it; "" if there is none, or some part has an $id of its own."""
+
+    def inside(x):
+        yield x
+        for y in x.values() if isinstance(x, dict) else x if isinstance(x, list) else ():
+            yield from inside(y)
+
+    parts = [part for part in inside(schema) if isinstance(part, dict)]
+    refs = [part["$ref"] for part in parts if isinstance(part.get("$ref"), str)]
+    if not refs or any(isinstance(part.get("$id"), str) for part in parts):
+        return ""
+    resource = referencing.jsonschema.DRAFT202012.create_resource(schema)
+    resolver = referencing.Registry().with_resource("", resource).resolver()
+    for ref in refs:
+        try:
+            resolver.lookup(ref)
+        except referencing.exceptions.Unresolvable:
+            return ref
+    return ""
+
+
 def _kind(schema: dict | bool) -> str:
     """The type of a parameter in one word: its enum or types joined by |, `any` where the schema names none."""
     if not isinstance(schema, dict):
         return "any"
     short = {"integer": "int", "string": "str", "boolean": "bool"}
-    kinds = schema.get("type", "any")
+    either = [part.get("type", "any") for part in schema.get("anyOf", []) if isinstance(part, dict)]
+    kinds = schema.get("type") or [kind for kind in either if isinstance(kind, str)] or "any"
     kinds = schema.get("enum") or (kinds if isinstance(kinds, list) else [kinds])
     return "|".join(short.get(str(kind), str(kind)) for kind in kinds)
 
 
+# beside these a schema says elsewhere what a call can name
+COMPOSED = {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 SCHEMAS = ("parameters", "inputSchema", "input_schema")
 
 

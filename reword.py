@@ -60,7 +60,9 @@ LINE = re.compile(r"(\s*(?:[-*+·•] |\d+[.)、] ?)?)(.*)")
 STIFF = re.compile(r"\s*(?:#|\||<|>|---|===|\*\*\*|$)")  # headings, tables, tags, quotations, rules, nothing
 BULLETS = ("- ", "* ", "· ", "• ", "+ ")
 STEP = re.compile(
-    r"\b(?:first|second|then|next|finally|last|after|above|below|step)\b|先|然后|接着|再|最后|第|上述|以上", re.I
+    r"\b(?:first|second|then|next|finally|last|after|above|below|step|otherwise|else|instead)\b"
+    r"|先|然后|接着|再|最后|第|上述|以上|否则|另外",
+    re.I,
 )
 
 # What a sentence says by small words. Bounds and "only" go before negations are counted: 不超过 denies nothing.

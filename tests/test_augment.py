@@ -201,6 +201,58 @@ def test_mentions_without_placeholders_are_renamed_too():
         assert new.blocks["role"].count(tool) == 2 and "{skills_of_old}" in new.blocks["role"]
 
 
+def moved(text: str, where: str = "rules", seeds: int = 40, **changes) -> list[str]:
+    """What a block with this text becomes in the prompt dimension, for each seed."""
+    h = H.copy(blocks={**H.blocks, where: text}, **changes)
+    return [augment(h, seed, only("prompt"))[0].blocks[where] for seed in range(seeds)]
+
+
+@pytest.mark.parametrize(
+    "text, together",
+    [
+        ("- Be brief.\n- Answer with this template:\n```json\n{}\n```", "template:\n```json"),
+        ("- 说话客气\n- 本场链接：\n{links}", "本场链接：\n{links}"),
+        ("- One\n- A long line that is wrapped\nhere without indentation.", "wrapped\nhere without indentation."),
+        ("- 如果有货，就报库存。\n- 否则说暂时查不到。", "库存。\n- 否则"),
+        ("- If in stock, say so.\n- Otherwise say that you do not know.", "say so.\n- Otherwise"),
+        ('~~~python\nfind = create("important")\n- x\n- y\n~~~', 'find = create("important")\n- x\n- y\n'),
+        ("````\n```\n- x\n- y\n```\n- z\n````", "```\n- x\n- y\n```\n- z"),
+        ("Do this.\n\n    create = find(important)", "\n\n    create = find(important)"),
+    ],
+)
+def test_what_belongs_together_stays_together(text, together):
+    assert all(together in new for new in moved(text))
+
+
+def test_bullets_of_their_own_move():
+    assert len({*moved("- 说话客气\n- 不要着急\n- 多笑一笑")}) > 3
+
+
+def test_what_is_asked_comes_last_among_bullets_too():
+    for new in moved("# 请求\n- 历史：{history}\n- 弹幕：{danmaku}", H.user):
+        assert new.index("{history}") < new.index("{danmaku}")
+
+
+def test_a_format_keeps_placeholders_of_ones_own():
+    h = H.copy(formats={**H.formats, "link": "{link_id}. {name} {price}元"})
+    assert all(augment(h, seed, only("prompt"))[0].formats["link"] == h.formats["link"] for seed in range(30))
+    assert len({augment(H, seed, only("prompt"))[0].formats["link"] for seed in range(30)}) > 5
+
+
+def test_addresses_and_files_keep_their_names_and_metadata_does_not():
+    """FAULTS 53: a rule of one's own that names a tool is shown too."""
+    skill = Skill("pdf", "pdf-tools", "Work with PDFs", body="Use {first_tool}.", rules={"first_tool": "get_inventory"})
+    linked = replace(skill, body="Use {first_tool}. Run scripts/pdf-tools/run.py, see https://x.com/a/pdf-tools/issues")
+    for seed in range(20):
+        new = augment(H.copy(skills=[*H.skills, linked]), seed)[0]
+        body = new.skill("pdf").body
+        assert "scripts/pdf-tools/run.py" in body and "x.com/a/pdf-tools/issues" in body
+        tool = new.tool("get_inventory").name
+        assert f"Use {tool}." in new.skill_text(new.skill("pdf"))
+    names = {augment(H.copy(skills=[*H.skills, skill]), seed)[0].skill("pdf").name for seed in range(20)}
+    assert len(names) > 5
+
+
 def test_a_name_that_is_a_word_of_prose_is_kept():
     """Nobody can tell whether "compare" is meant; a quoted or called one is meant."""
     skills = [*H.skills, Skill("guide", "guide", "How to compare two things", body="Compare, or `logistics`.")]

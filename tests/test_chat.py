@@ -407,6 +407,8 @@ def test_coerce_reads_both_spellings_by_the_schema():
     right |= {"s": "3", "u": "None", "free": "3", "any": "3", "p": 7, "q": "7", "unknown": "3"}
     right |= {"r": {"k": 1}, "l": "1", "e": "1", "h": "1", "all": 7}
     assert coerce(text, schema) == right
+    values = {"e": {"enum": [1, 2]}, "f": {"enum": [True]}, "g": {"enum": ["1", 2]}, "h": {"const": 5}}
+    assert coerce(dict(e="2", f="true", g="1", h="5"), {"properties": values}) == {"e": 2, "f": True, "g": "1", "h": 5}
     assert coerce({"b": "false", "z": "null", "n": 4}, schema) == {"b": False, "z": None, "n": 4}
     wrong = {"n": "three", "b": "yes", "x": "NaN", "a": "[" * 5000, "o": "1e999"}
     assert coerce(wrong, schema) == wrong

@@ -1,6 +1,7 @@
 """The harness on disk, its hooks, and the one loop: whatever a file, a policy, a tool or a viewer does."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -140,6 +141,28 @@ def test_a_hook_that_fails_is_a_denial(shipped, tmp_path, monkeypatch):
             assert t.stop_reason == "fallback"
             assert all("boom" in e["error"] or "answered" in e["error"] for e in events(t, "hook_error"))
             assert len(events(t, "hook_error")) == len([e for e in events(t, "hook") if e["verdict"] == "deny"]) >= 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return Rewrite(Call(m.subject.name, None))",
+        "return Rewrite(Call(3, {}))",
+        "return Rewrite(Call(m.subject.name, {'link_id': {1, 2}}))",
+        "return Rewrite(Call(m.subject.name, {'link_id': '\\ud800'}))",
+        "m.subject.arguments = None; m.calls = m.loaded = m.evidence = None",
+        "m.subject.name = 3; m.calls.append(1); m.loaded.append(2)",
+        "return Deny('\\ud800' + 'x' * 10**6)",
+        "raise RuntimeError('\\ud800' + 'x' * 10**6)",
+        "return Deny(None)",
+    ],
+)
+def test_whatever_a_hook_does_a_rollout_ends_and_can_be_written_down(shipped, tmp_path, monkeypatch, body):
+    user_checks(tmp_path, monkeypatch, f"def odd(m):\n    {body}\n")
+    h = shipped.copy(hooks=[Hook("tool_call", "my_checks:odd", message="{detail}")])
+    t, turns = drive(h, [Message("", "", [Call("get_coupon", {"link_id": 3})]), Message("", "好的哈。")])
+    assert t.stop_reason == "reply" and sum(len(m["content"]) for turn in turns[1:] for m in turn.messages) < 3000
+    json.dumps(t.to_dict(), ensure_ascii=False).encode()
 
 
 def test_a_check_of_ones_own(shipped, tmp_path, monkeypatch):
@@ -295,15 +318,35 @@ def test_a_call_may_be_made_twice_and_no_more(shipped):
     assert len(events(t, "tool_call")) == 3 and "已经查过了" in events(t, "tool_error")[0]["error"]
 
 
-def test_a_schema_reaches_for_nothing_outside(shipped):
-    """A $ref to somewhere else is an error in the trace, not a download."""
-    tool = Tool("t", "t", "", {"type": "object", "properties": {"x": {"$ref": "http://localhost:1/x.json"}}})
-    h = shipped.copy(tools=[tool], hooks=[x for x in shipped.hooks if x.check != "skill_loaded"])
-    t, _ = drive(h, [Message("", "", [Call("t", {"x": 1})])])
-    assert "Unresolvable" in events(t, "hook_error")[0]["error"] and t.stop_reason == "fallback"
+@pytest.mark.parametrize("ref", ["http://localhost:1/x.json", "#/$defs/Money", "#money"])
+def test_a_schema_reaches_for_nothing_outside(shipped, ref):
+    """A $ref to what is not in it would deny every call: refused, and nothing is downloaded."""
+    hooks = [x for x in shipped.hooks if x.check != "skill_loaded"]
+    schema = {"type": "object", "properties": {"x": {"$ref": ref}}}
+    with pytest.raises(BadInput, match=f"tool 't': its schema refers to '{re.escape(ref)}', which is not in it"):
+        shipped.copy(tools=[Tool("t", "t", "", schema)], hooks=hooks)
+    if ref.startswith("#"):
+        schema["$defs"] = {"Money": {"$anchor": "money"}}
+        shipped.copy(tools=[Tool("t", "t", "", schema)], hooks=hooks)
+
+
+def test_a_schema_in_parts_is_called_as_a_whole(shipped):
+    """What pydantic writes: the arguments stand behind a reference, an optional one is one of two types."""
+    amount = {"type": "object", "properties": {"amount": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}
+    tools = [
+        Tool("t", "t", "", {"$ref": "#/$defs/A", "$defs": {"A": amount}}),
+        Tool("u", "u", "", {"type": "object", "allOf": [amount]}),
+        Tool("v", "v", "", amount),
+    ]
+    h = shipped.copy(tools=tools, hooks=[x for x in shipped.hooks if x.check == "valid_arguments"])
+    for name in "tuv":
+        t, _ = drive(h, [Message("", "", [Call(name, {"amount": 3})]), Message("", "", [Call(name, {"amont": 3})])])
+        assert len(events(t, "tool_call")) == 1 and "amont" in events(t, "tool_error")[0]["error"]
+    assert h.tools[2].signature() == "v(amount?:int|null)"
 
 
 BAD_REPLIES = (
+    "get_inventory(link_id=3)哈",
     *("<b>89元</b>哈", "**便宜**哈", "# 标题\n哈", "- 一\n- 二哈", "```89```哈", "[看](http)哈", "<!-- 注释 -->"),
     *("看<tool_call>哈", "</tool_call>哈", "<function=get>哈", "<parameter=x", "tool_call哈", "</think>好哈"),
     *("a<|im_end|>哈", "|>哈", '{"name": "x"}哈', "{'name': 1}哈", "[{}]哈", "\ufffd好哈", "a\x00哈", "", "  \n"),

@@ -1,5 +1,6 @@
 """The harness on disk: what loads, what is refused in one line, what is shown under which name."""
 
+import datetime
 import json
 import random
 import re
@@ -99,7 +100,10 @@ def test_save_keeps_the_order_and_every_text(shipped, tmp_path):
 def test_what_the_policy_never_reads_is_kept(folder, shipped):
     """A licence of a skill, `strict` of a tool: neither shows, so neither counts, and saving loses neither."""
     path = folder / "skills" / "item_qa" / "SKILL.md"
-    path.write_text(path.read_text(encoding="utf-8").replace("\nmeta", "\nlicense: MIT\nmeta", 1), encoding="utf-8")
+    text = path.read_text(encoding="utf-8").replace("\nmeta", "\nlicense: MIT\nmeta", 1)
+    text = text.replace("\n  id: item_qa", "\n  id:\n  tags: [a, b]\n  day: 2024-01-02\n  author:")
+    path.write_text(text, encoding="utf-8")
+    (folder / "skills" / "README.md").write_text("not a skill")
     edit(folder / "tools.json", lambda d: d[1]["function"].update(strict=True))
     edit(folder / "tools.json", lambda d: d[1]["function"]["parameters"]["properties"].update(any=True))
     h = Harness.load(folder)
@@ -107,7 +111,9 @@ def test_what_the_policy_never_reads_is_kept(folder, shipped):
     h = h.copy(tools=[h.tools[0], any_id, *h.tools[2:]])
     h.save(folder)
     again = Harness.load(folder)
-    assert again.skill("item_qa").extra == {"license": "MIT"} and again.tools[1].extra == {"strict": True}
+    more = {"tags": ["a", "b"], "day": datetime.date(2024, 1, 2)}
+    assert again.skill("item_qa").extra == {"license": "MIT", "metadata": more}
+    assert again.tools[1].extra == {"strict": True}
     assert again.tools[1].param_ids["any"] == "some" and again.tools[1].parameters["properties"]["any"] == {}
     edit(folder / "tools.json", lambda d: d[1]["function"].update(strict=False))  # OpenAI's `strict` of a function
     assert Harness.load(folder).commit == again.commit
@@ -201,7 +207,8 @@ SKILLS = {  # FAULTS 54: what stands in skills/item_qa/SKILL.md -> words of the 
     "spaces after the dashes": (GOOD.replace("---\n", "--- \n"), None),
     "no body": (GOOD.replace("正文\n", ""), None),
     "other metadata": (GOOD.replace("kind: reply", "kind: reply\n  author: me\n  version: 1.0"), None),
-    "date": (GOOD.replace("kind: reply", "kind: reply\n  day: 2024-01-02"), ["day", "text or a number"]),
+    "date": (GOOD.replace("kind: reply", "kind: reply\n  closing: 2024-01-02"), ["closing", "text or a number"]),
+    "kind list": (GOOD.replace("kind: reply", "kind: [reply]"), ["metadata.kind is ['reply']"]),
     "no front matter": ("# 标题\n", [":1:", "---"]),
     "empty": ("", [":1:", "---"]),
     "unclosed": ("---\nname: item_qa\ndescription: x\n", [":1:", "not closed"]),
