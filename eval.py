@@ -77,7 +77,9 @@ class Config:
 PRESETS = {
     "tiny": dict(manifest="data/sets/tiny.json", reply_tokens=16),
     "small": dict(),
-    "qwen3": dict(model="Qwen/Qwen3-1.7B", context=8192, slots=64, reply_tokens=1280),  # a real model; not run by us
+    "qwen3": dict(
+        model="Qwen/Qwen3-1.7B", context=8192, slots=64, reply_tokens=1280
+    ),  # a real model; run on a toy alone
 }
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ on T1. `python eval.py compare OUT/seed-0/hat OUT/seed-0/fixed-rl` has the inter
 the tables, the report's effects that can be read off them (which appeared, which did not) and the time of each stage,
 and leaves all of it in OUT/table.md.
 
+Expect under small, a seed in 24 minutes on one thread: T1 88 -> 92, T2 50 -> 72, T4 as the base (README).
 Left out: another order of the stages, a search for their options.
 """
 

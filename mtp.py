@@ -21,12 +21,12 @@ knows nor feels it; what it reads of the policy, h and p, comes from a forward t
 As a command it trains the head alone on stored rollouts, the model frozen: after SFT or OPD, or a head for a model
 that has none.
 
-    python mtp.py --model DIR --rollouts "runs/rl/rollouts-*.jsonl"      # of rl.py --keep-rollouts; one file or more
-    python mtp.py --model DIR --rollouts runs/sft/samples.jsonl          # any conversations: ids and masks are read
-    python mtp.py --model runs/rl/model --init BASE --rollouts FILE      # graft the head of the base onto it, first
-    python mtp.py --model data/base-small --init random --rollouts FILE  # a new head
-    torchrun --nproc_per_node=2 mtp.py ...                               # rollouts are sharded over ranks
-    python mtp.py --out runs/mtp-small --resume ...                      # continue after Ctrl-C or a crash, bit for bit
+    python mtp.py --model DIR --rollouts "runs/rl-small/rollouts-*.jsonl"    # of rl.py --keep-rollouts; a file or more
+    python mtp.py --model DIR --rollouts runs/sft-small/samples.jsonl        # any conversations: ids and masks are read
+    python mtp.py --model runs/rl-small/model --init BASE --rollouts FILE    # graft the head of the base onto it, first
+    python mtp.py --model data/base-small --init random --rollouts FILE      # a new head
+    torchrun --nproc_per_node=2 mtp.py ...                                   # rollouts are sharded over ranks
+    python mtp.py --out runs/mtp-small --resume ...                          # after Ctrl-C or a crash, bit for bit
 
 The run leaves OUT/model (the model and the head, ready for the engine), loss.png and acceptance.png.
 

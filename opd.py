@@ -20,7 +20,7 @@ tokens x vocabulary never exists at once.
 Left out: a teacher behind an API (it gives no whole vocabulary, and a truncated reverse KL can be negative), replay of
 older answers (each is trained on once, just after it was sampled).
 
-    python opd.py --model runs/sft/model                            # small: two CPU cores, about two minutes
+    python opd.py --model runs/sft-small/model                      # small: two CPU cores, about two minutes
     python opd.py --model DIR --teacher DIR --prompts tulu.jsonl    # or .parquet; see conversation()
     torchrun --nproc_per_node=2 opd.py --model DIR                  # prompts are sharded over ranks; a GPU each, if any
     python opd.py --model DIR --out runs/opd-small --resume         # continue after a stop; on a CPU bit for bit
@@ -114,7 +114,7 @@ class Config:
 PRESETS = {
     "tiny": dict(batch=4, reply_tokens=12, steps=2, micro=2, slots=4, save_every=1),
     "small": dict(),
-    "qwen3": dict(  # a start for a real model on GPUs, with --prompts of a Tulu 3 file; not run by us
+    "qwen3": dict(  # a start for a real model on GPUs, with --prompts of a Tulu 3 file; run on a toy alone
         teacher="Qwen/Qwen3-1.7B",
         teacher_dtype="bfloat16",
         reply_tokens=1024,

@@ -10,7 +10,7 @@ steps. objective.py has the equations, each with its variants; this file makes t
               votes of the whole global batch over the number of minibatches
     logp_old  what the engine sampled with: the first ratio is 1, and a mismatch of engine and trainer is part of it
     prompt    read once for all rollouts of a group in a micro-batch: the same gradient, half of the tokens (not where
-              weights are sharded, layers recurrent, or a group's harnesses differ)
+              weights are sharded, layers recomputed or recurrent, or a group's harnesses differ)
 
     python rl.py                                           # small: two CPU cores, 7 minutes
     python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
@@ -153,7 +153,7 @@ SHOWN = 10  # rollouts at either end of a step that are written down with each c
 PRESETS = {
     "tiny": dict(groups=2, group_size=2, steps=2, micro=2, slots=4, eval_requests=4, save_every=1),
     "small": dict(),
-    "qwen3": dict(  # a start for a real model on GPUs, under a harness that lets it think; not run by us
+    "qwen3": dict(  # a start for a real model on GPUs, under a harness that lets it think; run on a toy alone
         model="Qwen/Qwen3-1.7B",
         groups=16,
         context=8192,

@@ -18,6 +18,7 @@ Left out: several requests in one session, viewers who react to the reply.
 import copy
 import json
 import random
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -139,6 +140,15 @@ class World:
             words, least = pool.get(half) if isinstance(pool, dict) else None, 3 if name == "'faq'" else 1
             if not isinstance(words, list) or not all(isinstance(x, str) for x in words) or len({*words}) < least:
                 raise BadInput(f"{path}: {name} must have {half!r}, a list of {least} texts or more")
+        for pattern in (data["filler"], data["spelled_number"], *data["synonym"]):
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as e:
+                raise BadInput(f"{path}: {pattern!r} is no regular expression: {e}") from None
+        for key, pattern in (("attr", r"\{key\}[^{}]*\{value\}"), ("price", r"\{price\}\s?\w")):
+            if not re.search(pattern, str(data["say"].get(key))):
+                what = "{key} before {value}" if key == "attr" else "{price} and a unit behind it"
+                raise BadInput(f"{path}: 'say' needs {key!r}, a text with {what}")
         for half in ("train", "test"):
             names = {a + b for a in data["prefix"][half] for b in data["noun"][half]}
             if len(names) < MOST_LINKS or len(data["attribute"]) < 3:

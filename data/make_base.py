@@ -20,6 +20,8 @@ loss on the model itself, any text that was not generated here.
     python data/make_base.py --resume                # go on after a stop
     python data/make_base.py --init data/base-small --steps 0 --mtp-steps 800 ...      # an MTP head for a finished base
     python data/make_base.py --config tiny           # seconds, for tests; into runs/base-tiny
+
+It writes over data/base-small when it ends: `git checkout data/base-small` brings the shipped one back.
 """
 
 import copy

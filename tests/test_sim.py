@@ -177,10 +177,14 @@ def test_a_world_that_lacks_something_says_what(tmp_path, path):
         (lambda d: d["attribute"]["颜色"].pop("test"), "attribute '颜色' must have 'test'"),
         (lambda d: [d[x].update(train=d[x]["train"][:2]) for x in ("prefix", "noun")], "train: 4 names"),
         (lambda d: [d["attribute"].pop(k) for k in [*d["attribute"]][1:]], "1 attributes"),
+        (lambda d: d.update(spelled_number="["), "'\\[' is no regular expression"),
+        (lambda d: d["synonym"].update({"(": "x"}), "'\\(' is no regular expression"),
+        (lambda d: d["say"].update(attr="{value}是{key}"), "'say' needs 'attr', a text with {key} before {value}"),
+        (lambda d: d["say"].update(price="现在¥{price}"), "'say' needs 'price', a text with {price} and a unit"),
     ],
 )
-def test_a_world_too_small_for_a_room_is_refused(tmp_path, change, words):
-    """Drawing names that differ from two would never end."""
+def test_a_world_in_which_nothing_could_be_scored_is_refused(tmp_path, change, words):
+    """Drawing names that differ from two would never end; scores read the world's own sentences."""
     data = json.loads((ROOT / "data" / "world" / "zh.json").read_text(encoding="utf-8"))
     change(data)
     (tmp_path / "w.json").write_text(json.dumps(data), encoding="utf-8")
