@@ -386,8 +386,16 @@ common.cli(main)
 """
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    (folder / "trainer.py").write_text(TRAINER)
+    assert python(folder / "trainer.py", "--out", str(folder / "run"), capture_output=True).returncode == 0
+    return folder / "run"
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_n_steps_equal_k_and_a_stop_and_the_rest(tmp_path, number, code):
+def test_n_steps_equal_k_and_a_stop_and_the_rest(tmp_path, uninterrupted, number, code):
     """FAULTS 31, 32: a signal lets the step end and be saved, a kill falls back on the last save; the result is one."""
     trainer, out = tmp_path / "trainer.py", tmp_path / "run"
     trainer.write_text(TRAINER)
@@ -403,9 +411,8 @@ def test_n_steps_equal_k_and_a_stop_and_the_rest(tmp_path, number, code):
         assert load_checkpoint(out)[0] >= 6
     resumed = python(trainer, *options, "--resume", capture_output=True, text=True)
     assert resumed.returncode == 0 and "evaluated" in resumed.stdout
-    assert python(trainer, "--out", str(tmp_path / "whole"), capture_output=True).returncode == 0
-    assert (out / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    assert load_checkpoint(out)[2] == load_checkpoint(tmp_path / "whole")[2]
+    assert (out / "metrics.jsonl").read_bytes() == (uninterrupted / "metrics.jsonl").read_bytes()
+    assert load_checkpoint(out)[2] == load_checkpoint(uninterrupted)[2]
 
 
 def test_the_second_signal_aborts_at_once_and_handlers_come_back():

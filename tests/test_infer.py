@@ -140,7 +140,7 @@ HYBRID = ["qwen3_next", "qwen3_5_moe"]
 def test_greedy_equals_plain_loop(family):
     policy = of_family(family)
     want = [plain_greedy(policy, agent) for agent in loops(7)]
-    for slots in (1, 4, 16):
+    for slots in (3, 16):
         got = Engine(policy, slots=slots, context=256).run(loops(7), list(range(7)), greedy=True)
         assert tokens_of(got) == tokens_of(want)
         assert [r[3] for r in got] == [r[3] for r in want]
@@ -189,12 +189,12 @@ def test_half_precision_runs(guided, drafts):
 
 
 def test_same_seed_same_output_in_any_batch(policy):
-    want = Engine(policy, slots=12).run(loops(12), list(range(12)))
-    order = random.Random(5).sample(range(12), 12)
-    for slots in (1, 3, 12):
-        got = Engine(policy, slots=slots).run([loops(12)[i] for i in order], order)
+    want = Engine(policy, slots=8).run(loops(8), list(range(8)))
+    order = random.Random(5).sample(range(8), 8)
+    for slots in (1, 3, 8):
+        got = Engine(policy, slots=slots).run([loops(8)[i] for i in order], order)
         assert tokens_of(got) == [tokens_of(want)[i] for i in order]
-    other = Engine(policy, slots=12).run(loops(12), list(range(100, 112)))
+    other = Engine(policy, slots=8).run(loops(8), list(range(100, 108)))
     assert tokens_of(other) != tokens_of(want)
 
 
