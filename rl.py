@@ -13,8 +13,8 @@ steps. objective.py has the equations, each with its variants; this file makes t
               weights are sharded, layers recomputed or recurrent, or a group's harnesses differ)
 
     python rl.py                                           # small: two CPU cores, 7 minutes
-    python rl.py --harness-mode hsa                        # half of the groups act under augmented harnesses
-    python rl.py --normalise grpo --no-segments --ratio plain --floor 1 --think-penalty 0     # plain GRPO
+    python rl.py --harness-mode fixed                      # the control: all groups under the original harness
+    python rl.py --normalise grpo --no-segments --ratio plain --floor 1 --think-penalty 0     # GRPO's objective
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
     torchrun --nproc_per_node=8 rl.py --shard --groups 16  # and so are weights and optimizer (fsdp.py)
     torchrun --nproc_per_node=8 rl.py --config qwen3 --harness my-harness      # a real model on GPUs, see the preset
@@ -96,8 +96,8 @@ class Config:
     slots: int = option(96, "rollouts that the engine runs side by side", min=1)
     drafts: int = option(0, "tokens that the MTP head guesses ahead in rollouts; needs a head", min=0)
     deadline_s: float = option(0.0, "seconds per rollout, 0 = none; with one, no two runs are equal bit for bit", min=0)
-    harness_mode: Literal["fixed", "hsa", "mixed"] = option(
-        "fixed", "hsa = some groups act under augmented harnesses; mixed = some rollouts, each under its own"
+    harness_mode: Literal["hsa", "mixed", "fixed"] = option(
+        "hsa", "hsa = some groups act under augmented harnesses; mixed = some rollouts, each its own; fixed = none"
     )
     augmented: float = option(0.5, "hsa, mixed: share under an augmented harness", min=0, max=1)
     leave_out: Dimension = option("none", "hsa, mixed: a dimension in which nothing changes")

@@ -5,7 +5,7 @@
     frozen   rl.py --mtp train --lr 0          the head learns as long, and the model stays
 
     python bench/heads.py                      # three runs of rl.py, half an hour on two CPU cores, and heads.png
-    python bench/heads.py --out runs/heads --rl="--harness-mode hsa"       # goes on where it was; options of rl.py
+    python bench/heads.py --out runs/heads --rl="--harness-mode fixed"     # goes on where it was; options of rl.py
 
 Curves: D of the three drafts in nats, and tokens per forward of the model, 4 at most, expected at the temperature along
 the rollouts of each step (mtp.py has both). `engine` is what speculating really yields after RL: tokens per

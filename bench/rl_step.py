@@ -106,7 +106,9 @@ class Round:
 def make_round(cfg: Config, harness, world, codec, step: int, groups: int, stretch: int = 1) -> Round:
     """The step's tasks, those of fewer groups among them, with a dialogue for each member of a group."""
     size = cfg.group_size
-    options = dict(groups=groups, group_size=size, micro=cfg.micro, minibatches=1, warmup=0, seed=cfg.seed)
+    options = dict(
+        harness_mode="fixed", groups=groups, group_size=size, micro=cfg.micro, minibatches=1, warmup=0, seed=cfg.seed
+    )
     options |= dict(
         think_free=0, think_full=1000, think_gate=0.0, faults=(0.0, 0.0, 0.0)
     )  # the teacher's rooms have no faults either

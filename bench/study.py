@@ -1,12 +1,12 @@
 """What each part of the HSA-RL objective is worth: rl.py with one thing changed at a time, same base, several seeds.
 
-    default       GDPO, segments, GSPO in token form, reasoning penalty, faults, the original harness
+    default       GDPO, segments, GSPO in token form, reasoning penalty, faults, half of the groups on other harnesses
     grpo          the sum of the rewards is normalised, not each reward
     plain         a ratio for each token, as in PPO; the sequence form has the gradient of the token form (tests)
     whole         no segments: one advantage, one ratio and one vote for the whole rollout
     free, cheap   reasoning costs nothing, or a fifth: the size of the report, whose runs are longer
     mask          rollouts cut by length are left out, where they have failed otherwise
-    hsa, mixed    half of the groups, or of all rollouts, act under augmented harnesses
+    fixed, mixed  all groups act under the original harness; half of all rollouts act under an augmented one each
     smooth        no tool ever fails in training
 
     python bench/study.py                                    # all of them, seed after seed; hours on two CPU cores
@@ -42,7 +42,7 @@ VARIANTS = {
     "free": "--think-penalty 0",
     "cheap": "--think-penalty 0.1",
     "mask": "--cut mask",
-    "hsa": "--harness-mode hsa",
+    "fixed": "--harness-mode fixed",
     "mixed": "--harness-mode mixed",
     "smooth": "--faults 0,0,0",
 }

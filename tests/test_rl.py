@@ -41,7 +41,7 @@ def test_hsa_rollouts_share_a_harness_in_a_group_and_differ_between_groups():
     few = rl.Config(groups=1, group_size=2, harness_mode="hsa", augmented=0.4)  # one group a step: over the whole run
     each = [rl.training_jobs(few, world, harness, step, range(1))[0][0] is not harness for step in range(1, 11)]
     assert sum(each) == 4 and sum(each[:5]) == 2
-    fixed = rl.training_jobs(rl.Config(groups=4), world, harness, 1, range(4))
+    fixed = rl.training_jobs(rl.Config(groups=4, harness_mode="fixed"), world, harness, 1, range(4))
     assert {h.commit for h, *_ in fixed} == {harness.commit}
 
 
