@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -103,7 +104,7 @@ def test_bench_rl_step_refuses(wrong):
 
 def bench(name: str, words: str, capsys) -> tuple[str, dict]:
     """What a benchmark prints, and the JSON object in its last line."""
-    runpy.run_path(str(ROOT / "bench" / f"{name}.py"))["main"](words.split())
+    runpy.run_path(str(ROOT / "bench" / f"{name}.py"))["main"](shlex.split(words))
     figures = json.loads((out := capsys.readouterr().out).splitlines()[-1])
     assert figures.pop("bench") == name
     return out, figures
@@ -163,7 +164,7 @@ def test_bench_heads(tmp_path, capsys):
     policy.mtp = MTP(policy.model)
     policy.publish(tmp_path / "base")
     words = f"--config tiny --model {tmp_path / 'base'} --out {tmp_path / 'heads'}"
-    out, figures = bench("heads", f"{words} --rl=--steps=1", capsys)
+    out, figures = bench("heads", f"{words} --rl='--steps 1 --eval-requests 1'", capsys)
     assert set(figures) == {"accepted_length", "gain", "arms"} and 1 <= figures["accepted_length"] <= 4
     assert [line.split()[0] for line in out.splitlines()[-5:-2]] == list(figures["arms"]) == ["along", "left", "frozen"]
     assert (tmp_path / "heads" / "heads.png").read_bytes().startswith(b"\x89PNG")
