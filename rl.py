@@ -12,7 +12,7 @@ steps. objective.py has the equations, each with its variants; this file makes t
     prompt    read once for all rollouts of a group in a micro-batch: the same gradient, half of the tokens (not where
               weights are sharded, layers recomputed or recurrent, or a group's harnesses differ)
 
-    python rl.py                                           # small: two CPU cores, 7 minutes
+    python rl.py                                           # small: two CPU cores, 8 minutes
     python rl.py --harness-mode fixed                      # the control: all groups under the original harness
     python rl.py --normalise grpo --no-segments --ratio plain --floor 1 --think-penalty 0     # GRPO's objective
     torchrun --nproc_per_node=2 rl.py                      # groups are sharded over ranks; a GPU each, if there are any
