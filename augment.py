@@ -238,11 +238,13 @@ class Draft:
         Bullets of one list move too, unless one speaks of an order, leads on to what is below it or is continued there;
         all else keeps its place.
         """
-        lines, runs, fenced, out = text.split("\n"), [], "", []  # runs: (kind, bullet, sentences) of each line
+        lines, runs, out = text.split("\n"), [], []  # runs: (kind, bullet, sentences) of each line
+        fenced, indented = "", False  # the fence of the code that is open; a block of code without one
         for above, line, below in zip(["", *lines], lines, [*lines[1:], ""]):
             fence = FENCE.match(line)
-            code = bool(fence or fenced) or (line.startswith(("    ", "\t")) and not above.strip())
-            if fenced and fence and fence[1].startswith(fenced):
+            indented = line.startswith(("    ", "\t")) and (indented or not above.strip())
+            code = fence or fenced or indented
+            if fenced and fence and fence[1].startswith(fenced) and line.strip() == fence[1]:
                 fenced = ""
             elif fence and not fenced:
                 fenced = fence[1]

@@ -77,9 +77,7 @@ class Config:
 PRESETS = {
     "tiny": dict(manifest="data/sets/tiny.json", reply_tokens=16),
     "small": dict(),
-    "qwen3": dict(
-        model="Qwen/Qwen3-1.7B", context=8192, slots=64, reply_tokens=1280
-    ),  # a real model; run on a toy alone
+    "qwen3": dict(model="Qwen/Qwen3-1.7B", context=8192, slots=64, reply_tokens=1280),  # run on a toy alone
 }
 
 # ---------------------------------------------------------------------------------------------------------------------

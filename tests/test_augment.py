@@ -217,7 +217,9 @@ def moved(text: str, where: str = "rules", seeds: int = 40, **changes) -> list[s
         ("- If in stock, say so.\n- Otherwise say that you do not know.", "say so.\n- Otherwise"),
         ('~~~python\nfind = create("important")\n- x\n- y\n~~~', 'find = create("important")\n- x\n- y\n'),
         ("````\n```\n- x\n- y\n```\n- z\n````", "```\n- x\n- y\n```\n- z"),
-        ("Do this.\n\n    create = find(important)", "\n\n    create = find(important)"),
+        ("````\n```\n- x\n- y\n````", "```\n- x\n- y\n````"),
+        ("```\n```json\n- x\n- y\n```", "```json\n- x\n- y\n```"),
+        ("Do this.\n\n    create = find(important)\n    - x\n    - y", "create = find(important)\n    - x\n    - y"),
     ],
 )
 def test_what_belongs_together_stays_together(text, together):
