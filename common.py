@@ -180,15 +180,24 @@ def gpu_peak_mb() -> float | None:
     return torch.cuda.max_memory_allocated() / (1 << 20) if torch.cuda.is_available() else None
 
 
+def held_mb() -> float:
+    """Memory that this process holds now, in MB; NaN where there is no /proc."""
+    return _status_mb("VmRSS")
+
+
+def _status_mb(field: str) -> float:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else ()
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:")), math.nan)
+
+
 def peak_mb() -> float:
     """Most memory that this process has held so far, in MB; NaN where the system does not tell.
 
     From /proc where there is one: on Linux, ru_maxrss of a process begins with that of the one that started it.
     """
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
+    if not math.isnan(peak := _status_mb("VmHWM")):
+        return peak
     try:
         import resource
     except ImportError:  # Windows

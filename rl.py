@@ -51,7 +51,7 @@ from typing import Literal
 from options import BadInput, option, parse
 from common import Dist, Run, Stop, cli, digest, dist, model_digest
 from curves import draw
-from common import checkpoints, gpu_peak_mb, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
+from common import checkpoints, gpu_peak_mb, held_mb, load_checkpoint, peak_mb, save_checkpoint, seed_of, write_text
 
 import torch
 from torch import Tensor
@@ -467,7 +467,7 @@ def train_step(
     log |= {"dropped": int((~kept).sum()), "dropped_groups": cfg.groups - len(groups[kept].unique())}
     log |= {"lr": lr}
     log |= {"tokens_per_s": float(batch["tokens"].sum()) / rollout_s, "rollout_s": rollout_s}
-    log |= {"update_s": time.perf_counter() - started - rollout_s, "peak_mb": peak_mb()}
+    log |= {"update_s": time.perf_counter() - started - rollout_s, "peak_mb": peak_mb(), "held_mb": held_mb()}
     log |= {"gpu_peak_mb": mb} if (mb := gpu_peak_mb()) else {}
     return log, written(trajectories, places, batch, cfg, ranks)
 

@@ -42,7 +42,8 @@ from parts import LOAD_SKILL
 from checks import canonical
 from harness import Harness, named, run
 from reword import Rewriter, Server, mention
-from augment import ENVELOPE, augment
+from envelope import ENVELOPE
+from augment import augment
 from sim import Faults, World, check_harness, make_task
 from oracle import VERBOSITY, Oracle, Say, call_of, perform
 from facts import score

@@ -37,13 +37,15 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
-from augment import DIMENSIONS, ENVELOPE, Draft, augment, bank, language, mention  # noqa: E402
+from augment import DIMENSIONS, augment  # noqa: E402
 from chat import Codec, read_codec  # noqa: E402
 from options import BadInput, option, parse  # noqa: E402
 from common import cli, read_json, read_text, seed_of, write_json, write_text  # noqa: E402
 from data import general  # noqa: E402
+from envelope import ENVELOPE, Draft  # noqa: E402
 from facts import score  # noqa: E402
 from harness import Harness  # noqa: E402
+from reword import bank, language, mention  # noqa: E402
 from oracle import teach  # noqa: E402
 from parts import LOAD_SKILL, Skill, Tool  # noqa: E402
 from sim import NO_FAULTS, ROUTES, Faults, Task, World, check_harness, make_task  # noqa: E402

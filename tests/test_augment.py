@@ -12,12 +12,13 @@ import pytest
 from tokenizers import Tokenizer
 
 import augment as hsa
-from augment import DIMENSIONS, FOLDER_KINDS, KINDS, Envelope, augment
+from augment import DIMENSIONS, augment
 from reword import POOLS, bank, new_name
 from chat import Call, Codec, Message
 from checks import Hook, Moment
 from options import BadInput
 from data import names as base_names
+from envelope import KINDS, Envelope
 from facts import REWARDS, score
 from harness import Harness, assemble
 from parts import LOAD_SKILL, SKILL_NAME, Skill, Tool, load_skill, load_tool
@@ -31,6 +32,7 @@ WORLD, TEST = (World.load(ROOT / "data" / "world" / "zh.json", split) for split 
 TOKENS = Codec(Tokenizer.from_file(str(ROOT / "data" / "base-small" / "tokenizer.json")))
 CONTEXT = make_task(WORLD, 3).context
 SOME = Faults(0.1, 0.1, 0.1)
+FOLDER_KINDS = tuple(kind for kind in KINDS if kind not in ("camel", "han"))  # names that a skill's folder may have
 NOTHING = Envelope(**dict.fromkeys(DIMENSIONS, 0.0))
 ALWAYS = Envelope(**dict.fromkeys(DIMENSIONS, 1.0), rename=1.0, describe=1.0, reword=1.0, reorder=1.0, restyle=1.0)
 MODULES = {  # what a dimension may touch in the shipped harness, as Harness.diff names it

@@ -24,6 +24,7 @@ def test_trace_shows_the_worst_first_and_names_a_torn_line(tmp_path, capsys):
     main(["trace", str(path), "--count", "2"])
     out = capsys.readouterr().out
     assert out.index("== seed 2 ") < out.index("== seed 0 ") and "== seed 1 " not in out  # unscored: last
+    assert f"reply   {t.reply}" in out
     for bad in (rows[0][:50], "[]", "3", '{"when": 1}', '{"ids": [1]}'):
         path.write_text("\n".join([rows[0], bad]), encoding="utf-8")
         with pytest.raises(BadInput, match=r"t\.jsonl:2: not a stored rollout"):
@@ -55,5 +56,6 @@ def test_chat_answers_what_is_typed_and_remembers_it(model_dir, monkeypatch, cap
     world = str(ROOT / "data" / "world" / "zh.json")
     main(["chat", "--harness", str(SHIPPED), "--world", world, "--model", str(model_dir), "--seed", "3"])
     out = capsys.readouterr().out
+    assert "an empty line ends" in out
     assert out.index("弹幕    '3号多少钱'") < out.index("reply   ") < out.index("弹幕    '包邮吗'")
     assert out.count("reply   ") == 2

@@ -119,7 +119,7 @@ def test_a_wide_interval_is_said_to_be_wide():
     assert "cannot tell" in ev.warning(ev.shown(few))[0] and not ev.warning(ev.shown(many))
 
 
-def test_measure_and_summary_by_hand(monkeypatch):
+def test_measure_and_summary_by_hand():
     state, segment, think = [-1, 0, 0, 0, -1, 1, 1], [0, TOOL, TOOL, TOOL, 0, REPLY, REPLY], [0, 1, 1, 0, 0, 1, 0]
     fault = [{"event": "tool_result", "tool": "get_coupon", "text": '{"error": "timeout"}', "call_id": "0"}]
     t = Trajectory([1] * 7, [int(s >= 0) for s in state], [0.0] * 7, segment, think, state, fault, stop_reason="reply")

@@ -208,7 +208,7 @@ def test_a_finished_stage_of_other_options_is_no_row(tmp_path, calls):
         run(tmp_path, "--resume")
 
 
-def test_rows_and_seeds_are_added_to_what_is_there(tmp_path, calls, capsys):
+def test_rows_and_seeds_are_added_to_what_is_there(tmp_path, calls):
     run(tmp_path)
     calls.seen.clear()
     run(tmp_path, "--resume", "--ablate", "--leave-out", "hook", "--seeds", "0,1")

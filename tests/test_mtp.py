@@ -1,7 +1,4 @@
-"""The MTP head: module, drafts, loss, acceptance and learning, on a dense model and on a hybrid one.
-
-The tests start this file as a script too: python tests/test_mtp.py MTP_FLAGS.
-"""
+"""The MTP head: module, drafts, loss, acceptance and learning, on a dense model and on a hybrid one."""
 
 import itertools
 import json
@@ -12,11 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import common
 
 import pytest
 import torch
@@ -29,6 +21,8 @@ from options import BadInput
 from common import ALONE
 from model import MTP, hidden_states, load, optimizer_step, pad_batch, token_logps
 from test_model import small
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module", params=["dense", "hybrid"])
@@ -632,7 +626,3 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     (tmp_path / "x.jsonl").write_text('{"ids": [1, 2, 3], "mask": [0, 1, 1]}\n' + line)
     with pytest.raises(BadInput, match=f"x.jsonl:2: .*{message}"):
         mtp.read_rollouts(tmp_path / "x.jsonl", 73, 100)
-
-
-if __name__ == "__main__":
-    common.cli(mtp.main)

@@ -566,7 +566,7 @@ def test_bad_input_is_one_line_and_leaves_no_directory(flags, tmp_path, words, m
     assert not list(tmp_path.iterdir())
 
 
-def test_a_step_in_which_nothing_was_sampled_is_refused(flags, policy, tmp_path):
+def test_a_step_in_which_nothing_was_sampled_is_refused(flags, policy):
     """FAULTS 7."""
     cfg = rl.parse(rl.Config, rl.PRESETS, [*flags, "--context", "40"])
     engine = rl.Engine(policy, 4, cfg.context)

@@ -12,7 +12,7 @@ import common
 from tokenizers import Tokenizer
 
 import eval as ev  # the room's name is that of a built-in function
-from augment import SENTENCE, augment, bank
+from augment import augment
 from chat import Codec
 from options import BadInput
 from data import base_words, general, make_sets
@@ -20,6 +20,7 @@ from data.make_sets import CHANGES, EXTRA_TOOLS, NOISE_LINES, SETS, Sets, make_r
 from facts import score
 from harness import Harness, assemble
 from oracle import teach
+from reword import SENTENCE, bank
 from sim import Faults, World, make_task
 
 ROOT = Path(__file__).parent.parent

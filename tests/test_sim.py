@@ -266,14 +266,14 @@ def test_rooms_share_nothing():
 def test_the_oracle_is_right(world, kind):
     """All four rewards are 1 under any harness, with faults, slips and every verbosity."""
     retries = lost = 0
-    for s in range(500):
+    for s in range(250):
         h = H if kind == "original" else random_harness(H, random.Random(seed_of("sim", s)))
         t, rewards = taught(h, make_task(world, s), s, SOME, verbosity=s % 3, slip=0.2)
         assert rewards == ONE and t.stop_reason == "reply", (s, rewards, t.reply)
         retries += sum(e["event"] == "hook" and e["verdict"] == "deny" for e in t.events)
         lost += "查不到" in t.reply
         assert met_fault(t) or "查不到" not in t.reply
-    assert retries > 40 and lost > 20
+    assert retries > 20 and lost > 10
 
 
 def test_without_faults_the_oracle_needs_no_excuse():

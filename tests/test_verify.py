@@ -462,7 +462,7 @@ def run_kernels(path):
     if triton is None:
         pytest.skip("the package triton is not installed")
     env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-o", "python_functions=kernel_*", path]
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "-o", "python_functions=kernel_*", path]
     done = subprocess.run(command, cwd=Path(path).parent.parent, env=env, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr
 
