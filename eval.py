@@ -437,6 +437,9 @@ def evaluate_sets(cfg: Config, ranks: Dist) -> tuple[dict, list[Trajectory]]:
 
 def main(argv: list[str]) -> None:
     command, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("", argv)
+    if command in ("plot", "compare") and {"-h", "--help"} & set(rest):
+        print(__doc__)
+        return
     if command == "plot" and len(rest) != 1 or command == "compare" and not rest:
         raise BadInput(f"{command} takes {'a run' if command == 'plot' else 'runs'}: python eval.py {command} RUN")
     if command in ("plot", "compare"):

@@ -16,7 +16,7 @@ public description. Each instruction has an id and keyword arguments, as in the 
 
 Responses are lines {"prompt" or "key", "response"}. Same text, same verdict: nothing is drawn. Two points where the
 official code draws are settled: langdetect runs with a fixed seed, and a letter to count that is not a-z is counted as
-it stands. 541 prompts take two or three seconds.
+it stands. 541 responses take a second or two.
 
 INSTRUCTIONS is the official reading, made for English: a word is a run of letters and digits, so Chinese between two
 punctuation marks is one word; only "," is a comma; a forbidden word must stand between spaces or punctuation; and
@@ -485,6 +485,8 @@ def main(argv: list[str]) -> None:
     rows = read_responses(cfg.responses or cfg.agreement, prompts)
     if cfg.agreement:
         pairs = compare(prompts, rows, instructions)
+        if not pairs:
+            raise BadInput(f"{cfg.agreement}: no verdict that can be compared: all count a letter that is not a-z")
         for key, id, mode, there, here in pairs:
             if there != here:
                 print(f"key {key} {id} {mode}: there {there}, here {here}")

@@ -501,6 +501,9 @@ def _same(contexts, ids):
 
 def main(argv: list[str]) -> None:
     command, *rest = argv or [""]
+    if command in ("-h", "--help"):
+        print(__doc__)
+        return
     if command != "replay":
         raise BadInput("infer.py takes a command: replay; `python infer.py replay --help` lists its options")
     import replay  # a room below this one

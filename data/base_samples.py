@@ -139,7 +139,7 @@ def sample_file(config, counts):
     key = hashlib.sha256(repr((sorted(counts.items()), config.seed, config.strange, config.max_length)).encode())
     code = [ROOT / name for name in CODE]
     shown = sorted(
-        path for part in ("harness", "world") for path in (ROOT / "data" / part).rglob("*") if path.is_file()
+        path for part in ("harness", "world", "hsa") for path in (ROOT / "data" / part).rglob("*") if path.is_file()
     )
     for path in (tokenizer_file(config), *code, *shown):
         key.update(path.read_bytes())

@@ -7,7 +7,7 @@ instructions from `ifeval` (19 of the official instruction ids, Chinese and Engl
 Copying unfamiliar names is the slow part of pre-training, so names come in many kinds. The test split shares no topic and no
 wording with the train split. No torch, no files, no global randomness: everything follows from `rng`.
 
-    python data/general.py          # prints a few examples of each kind
+    python data/general.py --seed 3          # prints a few examples of each kind
 """
 
 import json
@@ -18,6 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from options import option, parse  # noqa: E402
+from common import cli  # noqa: E402
 from data.names import TOOL_KINDS, distinct, name  # noqa: E402
 
 # --------------------------------------------------------------------------------------------------- look-up and copying
@@ -460,8 +462,17 @@ def sample(rng: random.Random, split: str = "train", kind: str | None = None) ->
     return {**KINDS[kind](rng, split), "source": kind}
 
 
-if __name__ == "__main__":
-    demo = random.Random(0)
+@dataclass
+class Config:
+    seed: int = option(0, "of the examples")
+
+
+def main(argv):
+    demo = random.Random(parse(Config, {}, argv, __doc__).seed)
     for each in [kind for kind in KINDS for _ in range(4)]:
         shown = sample(demo, "train", each)
         print(f"--- {each} {shown['checks']}\n{shown['prompt']}\n  => [{shown['reasoning']}] {shown['response']}")
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -128,7 +128,7 @@ SHARP = 2.0  # weights of the norms of queries and keys at the start
 
 
 def create(config, attempt=0):
-    """A new policy in float32 over the tokenizer that lies in `out`.
+    """A new policy in float32 over the tokenizer that lies in `out`; each attempt has other weights.
 
     Normalised queries and keys of 32 dimensions make logits of at most sqrt(32) = 5.7: too flat to pick one token out of
     hundreds, so the norms start at SHARP instead of 1. And of those dimensions only the slowly rotating ones can match a
@@ -136,9 +136,8 @@ def create(config, attempt=0):
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.out)
     shape = {"hidden": config.hidden, "layers": config.layers, "heads": config.heads, "kv_heads": config.kv_heads}
-    policy = policies.create(
-        tokenizer, **shape, ffn=config.ffn, rope_theta=1e6, seed=seed_of("base", "init", config.seed)
-    )
+    seed = seed_of("base", "init", config.seed, *[attempt] * bool(attempt))
+    policy = policies.create(tokenizer, **shape, ffn=config.ffn, rope_theta=1e6, seed=seed)
     sharpen(policy.model)
     return policy
 

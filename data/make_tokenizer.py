@@ -11,9 +11,10 @@ The merges of ASCII pieces are learned (`tokenizers`' BPE trainer); every other 
 bytes joined left to right, because a frequency cut would leave the rare ones in three pieces. The byte alphabet covers the rest:
 any text makes the round trip.
 
-    python data/make_tokenizer.py                # data/base-small/{tokenizer.json,tokenizer_config.json,chat_template.jinja}
+    python data/make_tokenizer.py --out runs/tokenizer   # tokenizer.json, tokenizer_config.json, chat_template.jinja
 
-Seconds on one core. Same files, same seed -> same tokenizer.
+Seconds on one core. Same files, same seed -> same tokenizer; today's files give another one than the shipped base has
+learned to read. Without --out it writes over that one: `git checkout data/base-small` brings it back.
 """
 
 import json
@@ -28,18 +29,18 @@ sys.path.insert(0, str(ROOT))
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from chat import Codec  # noqa: E402
-from options import BadInput, parse  # noqa: E402
+from options import BadInput, option, parse  # noqa: E402
 from common import cli, write_json, write_text  # noqa: E402
 from data import base_words, general, names, random_harness  # noqa: E402
 
 
 @dataclass
 class Config:
-    out: str = str(ROOT / "data" / "base-small")  # directory of the three files
-    merges: int = 1200  # learned merges of ASCII pieces
-    samples: int = 20000  # general instructions in the corpus
-    dialogues: int = 1500  # dialogues under random harnesses
-    seed: int = 0  # of those samples
+    out: str = option(str(ROOT / "data" / "base-small"), "directory of the three files")
+    merges: int = option(1200, "learned merges of ASCII pieces", min=0)
+    samples: int = option(20000, "general instructions in the corpus", min=0)
+    dialogues: int = option(1500, "dialogues under random harnesses", min=0)
+    seed: int = option(0, "of those samples")
 
 
 PIECES = "|".join(

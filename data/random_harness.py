@@ -7,22 +7,25 @@ descriptions, bodies, headings, formats, orders, limits and rule values, out of 
 Most formats put the description before the name. A causal model then reads what a name is for *before* it reads the name, and
 finds it in one step of attention; the other way round takes two, and a few million weights learn that very slowly.
 
-    python data/random_harness.py --seed 3        prints one random harness with an oracle dialogue in it
+    python data/random_harness.py --seed 3        # a dialogue of the oracle under one of them, as the base reads it
 """
 
 import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tokenizers import Tokenizer  # noqa: E402
+
 from chat import Codec, Message, Trajectory  # noqa: E402
-from common import seed_of  # noqa: E402
+from options import option, parse  # noqa: E402
+from common import cli, seed_of  # noqa: E402
 from data import base_words as pools  # noqa: E402
 from data import layouts, names  # noqa: E402
 from harness import LOAD_SKILL, Harness, assemble  # noqa: E402
@@ -312,9 +315,15 @@ def routing(codec: Codec, seed: int, split: str = "train") -> tuple[list[int], l
     return prompt, codec.render(said)
 
 
+@dataclass
+class Config:
+    seed: int = option(0, "of the harness and of the dialogue")
+
+
+def main(argv):
+    codec = Codec(Tokenizer.from_file(str(ROOT / "data" / "base-small" / "tokenizer.json")))
+    print(codec.decode(dialogue(codec, parse(Config, {}, argv, __doc__).seed).ids))
+
+
 if __name__ == "__main__":
-    seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
-    h = random_harness(_original(), random.Random(seed_of("dialogue", seed)))
-    task = make_task(_world("train"), seed)
-    for message in assemble(h, "\n".join(task.danmaku), task.context):
-        print(f"[{message['role']}]\n{message['content']}\n")
+    cli(main)

@@ -219,6 +219,22 @@ def test_accuracy_counts_whole_samples_and_leaves_reasoning_out():
 # training
 
 
+def test_each_attempt_draws_other_weights():
+    config = make_base.parse(make_base.Config, make_base.PRESETS, ["--config", "tiny", "--out", str(BASE)])
+    first, again, second = (make_base.create(config, n).model.get_input_embeddings().weight for n in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+def test_scripts_print_an_example(capsys):
+    random_harness.main(["--seed", "3"])
+    assert "<tool_call>" in (first := capsys.readouterr().out)
+    random_harness.main(["--seed", "4"])
+    assert capsys.readouterr().out != first
+    general.main(["--seed", "3"])
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("---")]
+    assert {heading.split()[1] for heading in headings} == set(general.KINDS)
+
+
 def test_the_loss_is_one_mean_over_the_step():
     """Two micro-batches move the weights as one batch with both does, and so do two ranks with one each."""
 

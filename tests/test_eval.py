@@ -344,6 +344,12 @@ def test_bad_input_is_one_line(place, words, message):
     assert not (place / "model" / "eval.json").exists()
 
 
+def test_commands_have_help(capsys):
+    for words in (["compare", "--help"], ["plot", "-h"], ["compare", "run", "--help"]):
+        ev.main(words)
+        assert "python eval.py compare" in capsys.readouterr().out
+
+
 def test_commands(tmp_path):
     for words, message in (
         (["comapre"], "but no 'comapre'"),

@@ -587,6 +587,15 @@ def test_the_command_reads_chinese_where_asked_to(tmp_path, capsys):
         assert capsys.readouterr().out.splitlines()[1].split() == ["prompt", "1", percent, percent]
 
 
+def test_an_agreement_over_nothing_is_refused(tmp_path):
+    row = {"key": 7, "prompt": "Say hi.", "instruction_id_list": ["keywords:letter_frequency"]}
+    row["kwargs"] = [{"letter": "#", "let_frequency": 1, "let_relation": "at least"}]
+    prompts = str(write(tmp_path / "prompts.jsonl", row))
+    scored = str(write(tmp_path / "scored.jsonl", {"key": 7, "response": "a", "strict": [True], "loose": [True]}))
+    with pytest.raises(BadInput, match="no verdict that can be compared"):
+        ifeval.main(["--prompts", prompts, "--agreement", scored])
+
+
 def test_bad_commands(tmp_path):
     prompts = str(write(tmp_path / "prompts.jsonl", PROMPT))
     scored = str(write(tmp_path / "scored.jsonl", {"key": 7, "response": "a", "strict": [True], "loose": [1]}))

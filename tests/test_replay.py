@@ -197,6 +197,11 @@ def test_bad_options_leave_nothing(model_dir, files, tmp_path, words, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_infer_has_help(capsys):
+    infer.main(["--help"])
+    assert "python infer.py replay" in capsys.readouterr().out
+
+
 def test_infer_takes_one_command():
     for words in ([], ["serve"]):
         with pytest.raises(BadInput, match="infer.py takes a command: replay"):
