@@ -319,6 +319,7 @@ def effects(found: dict[str, Means]) -> list[str]:
     """The report's effects, each with what was measured: a line for each whose rows and columns are there.
 
     The mean over the seeds decides. "close" where it is within their standard deviation of the threshold.
+    The thresholds are ours; README.md has the figures of the report beside them.
     """
     t4 = ("T4-P", "T4-I")
     base, fixed, hsa, opd, hat = "Base", "Fixed-SFT", "HSA-SFT", "HSA-SFT+OPD", HAT
@@ -339,6 +340,7 @@ def effects(found: dict[str, Means]) -> list[str]:
             3.0,
             lambda of: of(hsa, "T3-prompt") - of(fixed, "T3-prompt"),
         ),
+        ("Fixed-SFT loses T3-prompt, against the base", 3.0, lambda of: of(base, "T3-prompt") - of(fixed, "T3-prompt")),
         ("Fixed-SFT loses T4, against the base", 5.0, lambda of: of(base, *t4) - of(fixed, *t4)),
         ("OPD gives it back, of that loss", 0.5, given_back),
         ("HAT loses none: T4 less that of the base", 0.0, lambda of: of(hat, *t4) - of(base, *t4)),
